@@ -1,0 +1,182 @@
+"""The policy as Megatron sees it: which implementation the machine allows, and the model chunks of this rank."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from ..config import Config, Dtype
+from ..convert.families import Family
+from .attention import PackedAttention
+from .parallel import Mesh
+
+DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What the layers are made of on this machine."""
+
+    layers: str
+    """transformer_engine or local."""
+    grouped_gemm: bool
+    fused: bool
+    """Whether fused kernels (RoPE, permutation, gradient accumulation, bias and dropout) are used."""
+    reason: str
+
+    def __str__(self) -> str:
+        parts = [f"{self.layers} layers", "grouped GEMM" if self.grouped_gemm else "sequential experts"]
+        parts.append("fused kernels" if self.fused else "plain kernels")
+        return f"{', '.join(parts)} ({self.reason})"
+
+
+def choose_implementation(*, cuda: bool, transformer_engine: bool, apex: bool) -> Implementation:
+    """The fastest that the machine has.
+
+    Args:
+        cuda: a CUDA device is there.
+        transformer_engine: the package imports.
+        apex: the package is installed (fused gradient accumulation).
+    """
+    if cuda and transformer_engine:
+        reason = "CUDA with Transformer Engine" + (" and apex" if apex else "")
+        return Implementation("transformer_engine", grouped_gemm=True, fused=True, reason=reason)
+    if cuda:
+        return Implementation("local", grouped_gemm=False, fused=False, reason="CUDA without Transformer Engine: install it for speed")
+    return Implementation("local", grouped_gemm=False, fused=False, reason="no CUDA")
+
+
+def detect_implementation() -> Implementation:
+    """`choose_implementation` for this machine. Transformer Engine is only imported where CUDA is: elsewhere its wheel raises."""
+    cuda = torch.cuda.is_available()
+    engine = False
+    if cuda and importlib.util.find_spec("transformer_engine") is not None:
+        from megatron.core.extensions import transformer_engine
+
+        engine = bool(getattr(transformer_engine, "HAVE_TE", True))
+    return choose_implementation(cuda=cuda, transformer_engine=engine, apex=importlib.util.find_spec("apex") is not None)
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage returns hidden states: `actor.logprobs` fuses the projection with the statistics."""
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+    def output_weight(self) -> Tensor:
+        """[V / TP, H] this rank's rows of the output projection, tied or not."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def transformer_config(config: Config, family: Family, hf: Mapping[str, Any], how: Implementation, cuda: bool) -> TransformerConfig:
+    """Megatron's configuration: the family's numbers, the run's layout, and what the machine allows."""
+    p = config.parallel
+    dtype = DTYPES[config.model.dtype]
+    interleaved = p.virtual_pipeline is not None
+    recompute: dict[str, Any] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }[config.model.recompute]
+    moe: dict[str, Any] = {
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": how.grouped_gemm,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_permute_fusion": how.fused,
+        "expert_model_parallel_size": p.expert,
+        "expert_tensor_parallel_size": p.expert_tensor_size,
+    }
+    return TransformerConfig(
+        **family.transformer_config(hf),
+        **moe,
+        **recompute,
+        tensor_model_parallel_size=p.tensor,
+        sequence_parallel=p.tensor > 1,
+        pipeline_model_parallel_size=p.pipeline,
+        virtual_pipeline_model_parallel_size=p.virtual_pipeline,
+        context_parallel_size=p.context,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        use_cpu_initialization=not cuda,
+        # Every parameter is filled from a checkpoint, yet initialisation must run: it alone marks weights as tensor-parallel, and
+        # unmarked ones count once instead of once a rank in the gradient norm.
+        perform_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        calculate_per_token_loss=True,
+        # Batched p2p with an interleaved schedule gives silently wrong losses on gloo.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        bias_activation_fusion=how.fused,
+        bias_dropout_fusion=how.fused,
+        masked_softmax_fusion=how.fused,
+        apply_rope_fusion=how.fused,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=how.layers == "transformer_engine",
+        attention_softmax_in_fp32=True,
+    )
+
+
+def layer_specs(config: TransformerConfig, how: Implementation, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The block's layers: Transformer Engine's as they are, or Megatron's local ones with norms that know sequence parallelism and
+    attention that knows packing."""
+    if how.layers == "transformer_engine":
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    from megatron_rl_patches.megatron_core.norm import RMSNorm
+
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage)
+    for spec in block.layer_specs:
+        layer = spec.submodules
+        attention = layer.self_attention.submodules
+        attention.core_attention = PackedAttention
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        assert isinstance(layer.mlp, ModuleSpec)
+    block.layer_norm = RMSNorm
+    return block
+
+
+def build_chunks(
+    config: Config, family: Family, hf: Mapping[str, Any], mesh: Mesh, how: Implementation
+) -> tuple[TransformerConfig, list[PolicyModel]]:
+    """This rank's model chunks (one, or one a virtual pipeline stage), with uninitialised weights on the mesh's device."""
+    core = transformer_config(config, family, hf, how, mesh.device.type == "cuda")
+    virtual = config.parallel.virtual_pipeline
+    chunks = []
+    for vp_stage in range(virtual) if virtual else [None]:
+        chunk = PolicyModel(
+            config=core,
+            transformer_layer_spec=layer_specs(core, how, vp_stage),
+            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_output=True,
+            vp_stage=vp_stage,
+            **family.gpt_model(hf, tensor_parallel=config.parallel.tensor),
+        )
+        chunks.append(chunk.to(device=mesh.device, dtype=core.params_dtype))
+    return core, chunks
+
+
+def moe_layer_numbers(chunks: list[PolicyModel]) -> tuple[int, ...]:
+    """Megatron's global 1-based layer numbers of the MoE layers on this rank."""
+    modules: list[nn.Module] = [m for chunk in chunks for m in chunk.modules()]
+    return tuple(sorted(int(m.layer_number) for m in modules if isinstance(m, MoELayer)))  # type: ignore[arg-type]

@@ -1,0 +1,191 @@
+"""Where this process stands: ranks, groups and device. Everything else in `actor` asks the `Mesh`, not the environment."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import ParallelConfig
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's coordinates and the groups the product itself talks over; Megatron keeps its own in `parallel_state`."""
+
+    rank: int
+    world_size: int
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    context_rank: int
+    context_size: int
+    data_rank: int
+    data_size: int
+    expert_rank: int
+    expert_size: int
+    device: torch.device
+    backend: str
+    """nccl or gloo: what tensors travel over."""
+    control_group: dist.ProcessGroup
+    """All ranks over gloo, for small host objects."""
+    replica_group: dist.ProcessGroup
+    """The ranks that train on the same samples (one data-parallel index: TP x CP x PP), over gloo."""
+    replica_ranks: tuple[int, ...]
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank collects for its data-parallel group and hands out shards."""
+        return self.rank == self.replica_ranks[0]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and talks to people."""
+        return self.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank sees the log-probs."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank's metric sums count: one tensor rank of each last stage, so that nothing counts twice."""
+        return self.is_last_stage and self.tensor_rank == 0
+
+    def scatter(self, shards: Sequence[Any] | None) -> Any:
+        """Hands each rank of the replica its own object; the leader passes one a rank, in the order of `replica_ranks`."""
+        if len(self.replica_ranks) == 1:
+            assert shards is not None
+            return shards[0]
+        out: list[Any] = [None]
+        dist.scatter_object_list(out, list(shards) if shards is not None else None, src=self.replica_ranks[0], group=self.replica_group)
+        return out[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's object, in order of rank, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        out: list[Any] = [None] * self.world_size
+        dist.all_gather_object(out, value, group=self.control_group)
+        return out
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The source's object on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=source, group=self.control_group)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Waits for every rank, on the host."""
+        dist.barrier(group=self.control_group)
+
+
+def prepare_process(threads: int) -> None:
+    """What must happen before the first `import megatron.core`: on a machine without CUDA, the CPU patches."""
+    if threads:
+        torch.set_num_threads(threads)
+    # Megatron warns at import of every optional package that a CPU machine cannot have, and calls collectives by their old names.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    if not torch.cuda.is_available():
+        from megatron_rl_patches import megatron_core
+
+        megatron_core.install()
+
+
+def launch_context() -> tuple[int, int, int]:
+    """(rank, local rank, world size) that torchrun gave this process; (0, 0, 1) without torchrun."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def create_mesh(parallel: ParallelConfig, seed: int = 0) -> Mesh:
+    """Joins torchrun's process group (or forms one of a single process) and lays Megatron's groups over it.
+
+    A second call in one process lays a new layout over the same ranks.
+
+    Raises:
+        ValueError: the layout does not fit the number of ranks.
+    """
+    from megatron.core import parallel_state as ps
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    rank, local_rank, world_size = launch_context()
+    parallel.check_world_size(world_size)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    backend = "nccl" if cuda else "gloo"
+    if cuda:
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        ps.destroy_model_parallel()
+    elif "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed + 1)
+    control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    data_rank = ps.get_data_parallel_rank()
+    replica_group, replica_ranks = _replica_group(data_rank, control, world_size)
+    return Mesh(
+        rank=rank,
+        world_size=world_size,
+        tensor_rank=ps.get_tensor_model_parallel_rank(),
+        tensor_size=parallel.tensor,
+        pipeline_rank=ps.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel.pipeline,
+        context_rank=ps.get_context_parallel_rank(),
+        context_size=parallel.context,
+        data_rank=data_rank,
+        data_size=ps.get_data_parallel_world_size(),
+        expert_rank=ps.get_expert_model_parallel_rank(),
+        expert_size=parallel.expert,
+        device=device,
+        backend=backend,
+        control_group=control,
+        replica_group=replica_group,
+        replica_ranks=replica_ranks,
+    )
+
+
+def _replica_group(data_rank: int, control: dist.ProcessGroup, world_size: int) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    """The gloo group of the ranks that share `data_rank`. Every rank takes part in creating every group."""
+    all_ranks: list[int] = [0] * world_size
+    dist.all_gather_object(all_ranks, data_rank, group=control)
+    mine: tuple[dist.ProcessGroup, tuple[int, ...]] | None = None
+    for index in range(max(all_ranks) + 1):
+        members = [r for r, d in enumerate(all_ranks) if d == index]
+        group = dist.new_group(members, backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        if index == data_rank:
+            mine = (group, tuple(members))
+    assert mine is not None
+    return mine
+
+
+def destroy_mesh() -> None:
+    """Leaves every group; without it gloo ranks sometimes abort at exit."""
+    from megatron.core import parallel_state as ps
+
+    ps.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,439 @@
+"""The configuration tree: frozen, typed, checked when it is built. Imports no torch.
+
+Every error names the field, the value and the remedy. What needs a model's own numbers (heads, layers, experts) is checked by
+`check_against_model`, still before any process group or server starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def _require(condition: bool, field_name: str, value: Any, remedy: str) -> None:
+    if not condition:
+        raise ValueError(f"{field_name}: {value!r} {remedy}")
+
+
+def _positive(field_name: str, value: float) -> None:
+    _require(value > 0, field_name, value, "must be positive")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The policy."""
+
+    path: str = ""
+    """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer."""
+    dtype: Dtype = "bfloat16"
+    """Parameters and activations of the trainer; router logits and log-probs are fp32 in any case."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation: nothing, the MoE layers, or every layer."""
+    logprob_chunk: int = 1024
+    """Positions whose [chunk, V / TP] logits exist at once."""
+
+    def __post_init__(self) -> None:
+        _positive("model.logprob_chunk", self.logprob_chunk)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the trainer is laid out over torchrun's ranks; data parallelism is what is left."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    """Model chunks a pipeline stage; null for none."""
+    expert: int = 1
+    expert_tensor: int | None = None
+    """Tensor parallelism inside an expert; null takes 1 with expert parallelism, and parallel.tensor without."""
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "expert", "context"):
+            _require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "must be at least 1")
+        if self.expert_tensor is not None:
+            _require(self.expert_tensor >= 1, "parallel.expert_tensor", self.expert_tensor, "must be at least 1, or null")
+            # Without expert parallelism Megatron reduces expert gradients as if they were dense: any other size is silently wrong.
+            _require(
+                self.expert > 1 or self.expert_tensor == self.tensor,
+                "parallel.expert_tensor",
+                self.expert_tensor,
+                f"must equal parallel.tensor = {self.tensor} when parallel.expert is 1; set it to null",
+            )
+        if self.virtual_pipeline is not None:
+            _require(self.virtual_pipeline >= 2, "parallel.virtual_pipeline", self.virtual_pipeline, "must be at least 2, or null for none")
+            _require(self.pipeline >= 2, "parallel.virtual_pipeline", self.virtual_pipeline, "needs parallel.pipeline >= 2")
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share one expert's matrices."""
+        return self.expert_tensor or (1 if self.expert > 1 else self.tensor)
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the dense weights: TP x PP x CP."""
+        return self.tensor * self.pipeline * self.context
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raises ValueError unless the layout fits the number of ranks torchrun started."""
+        _require(
+            world_size % self.model_ranks == 0,
+            "parallel",
+            f"tensor {self.tensor} x pipeline {self.pipeline} x context {self.context}",
+            f"must divide the {world_size} ranks that torchrun started; use --nproc-per-node (x --nnodes) of a multiple of "
+            f"{self.model_ranks}",
+        )
+        expert_ranks = self.expert * self.expert_tensor_size * self.pipeline
+        _require(
+            world_size % expert_ranks == 0,
+            "parallel.expert",
+            self.expert,
+            f"x expert_tensor {self.expert_tensor_size} x pipeline {self.pipeline} must divide the {world_size} ranks",
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam on Megatron's distributed optimizer."""
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    """Optimizer steps over which lr rises linearly from 0."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """From lr to min_lr over train.steps."""
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+    def __post_init__(self) -> None:
+        _positive("optimizer.lr", self.lr)
+        _require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"must be between 0 and lr = {self.lr}")
+        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "must not be negative")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "must be in [0, 1)")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The SGLang fleet and how it samples."""
+
+    urls: tuple[str, ...] = ()
+    """Servers that run already, as http://host:port; empty launches local ones."""
+    launch: int = 1
+    """How many local servers to launch when urls is empty."""
+    host: str = "127.0.0.1"
+    base_port: int | None = None
+    """First port of launched servers; null asks the system for free ones."""
+    dtype: Dtype = "bfloat16"
+    attention_backend: str | None = None
+    """SGLang's --attention-backend; null lets the launcher choose what the machine has."""
+    tensor: int = 1
+    """Tensor parallelism of each server."""
+    max_running_requests: int = 128
+    max_total_tokens: int | None = None
+    """Key-value cache in tokens; null lets SGLang choose (on CPU the launcher sizes it)."""
+    mem_fraction: float | None = None
+    """SGLang's --mem-fraction-static on GPU."""
+    extra_args: tuple[str, ...] = ()
+    """Passed to SGLang's server as they are."""
+    start_timeout: float = 300.0
+    """Seconds to wait for a server to answer."""
+    request_timeout: float = 600.0
+    """Seconds one generation may take."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 32
+    samples_per_prompt: int = 8
+    prompts_per_step: int = 16
+    """Over all data-parallel leaders together."""
+    router: str | None = None
+    """URL of an SGLang model gateway (smg) in front of urls; answers come through it, weights still go to each server."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "samples_per_prompt", "prompts_per_step", "max_running_requests", "tensor"):
+            _positive(f"rollout.{name}", getattr(self, name))
+        _positive("rollout.temperature", self.temperature)
+        _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must be in (0, 1]")
+        _require(self.top_k == -1 or self.top_k >= 1, "rollout.top_k", self.top_k, "must be at least 1, or -1 for none")
+        _require(
+            self.top_p == 1 and self.top_k == -1,
+            "rollout.top_p, rollout.top_k",
+            (self.top_p, self.top_k),
+            "truncate the sampling distribution, but SGLang returns log-probs of the whole one, so every ratio would be biased; "
+            "set top_p to 1 and top_k to -1",
+        )
+        for url in self.urls:
+            _require(url.startswith(("http://", "https://")), "rollout.urls", url, "must start with http:// or https://")
+        if not self.urls:
+            _require(self.launch >= 1, "rollout.launch", self.launch, "must be at least 1 when rollout.urls is empty")
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """A method by name, with its own parameters (`megatron-rl methods show NAME` lists them)."""
+
+    name: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """The loss."""
+
+    name: str = "grpo"
+    params: Mapping[str, Any] = field(default_factory=dict)
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None = None
+    """null takes the paper's."""
+    entropy: bool = False
+    """Whether to log the policy's entropy in nats (costs a little)."""
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """Group-relative advantages."""
+
+    baseline: Literal["mean", "leave-one-out"] = "mean"
+    scale_by_std: bool = True
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """Routing replay."""
+
+    mode: Literal["none", "R2", "R3"] = "R3"
+    """none: the trainer routes live. R2: it replays its own old-policy routes. R3: it replays the engine's routes."""
+    probe: bool = True
+    """Score one micro-batch a step without replay too, so that the log shows what replay removes."""
+
+
+@dataclass(frozen=True)
+class SyncConfig:
+    """How new weights reach the servers."""
+
+    mode: Literal["disk", "distributed"] = "distributed"
+    """disk: a folder both sides see. distributed: broadcast over gloo (CPU) or NCCL (GPU)."""
+    folder: str | None = None
+    """For disk; null takes <logging.dir>/sync."""
+    bucket_mb: float = 256.0
+    """Largest broadcast, in MB of weights."""
+    verify: Literal["never", "first", "always"] = "first"
+    """When to compare checksums of every tensor with the server's own."""
+    timeout: float = 600.0
+    """Seconds one update may take."""
+
+    def __post_init__(self) -> None:
+        _positive("sync.bucket_mb", self.bucket_mb)
+        _positive("sync.timeout", self.timeout)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where prompts come from."""
+
+    source: Literal["reasoning-gym", "jsonl"] = "reasoning-gym"
+    task: str = "chain_sum"
+    """Name of the reasoning-gym data set."""
+    task_args: Mapping[str, Any] = field(default_factory=dict)
+    """Its parameters, e.g. {min_terms: 3, max_terms: 4}."""
+    path: str | None = None
+    """For jsonl: a file with one {"prompt": ..., "answer": ...} a line ({"prompt": ..., "completion": ...} for `sft`)."""
+    eval_path: str | None = None
+    """For jsonl: the held-out file; null evaluates nothing."""
+    size: int = 30000
+    """Prompts to make from reasoning-gym."""
+    eval_size: int = 512
+    """Held-out prompts, made with another seed and never trained on."""
+    chat_template: bool = False
+    """Wrap the question as a user turn of the tokenizer's chat template."""
+    max_prompt_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("size", "eval_size", "max_prompt_tokens"):
+            _positive(f"data.{name}", getattr(self, name))
+        if self.source == "jsonl":
+            _require(self.path is not None, "data.path", self.path, "must name a .jsonl file when data.source is jsonl")
+        for name in ("path", "eval_path"):
+            value = getattr(self, name)
+            _require(value is None or Path(value).is_file(), f"data.{name}", value, "is not a file; check the path")
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """What an answer is worth."""
+
+    verifier: Literal["final-answer", "math-verify", "reasoning-gym"] = "final-answer"
+    """final-answer compares the text after the last marker exactly; math-verify compares mathematically; reasoning-gym asks the task."""
+    marker: str = "#"
+    """For final-answer."""
+    timeout: float = 5.0
+    """Seconds a verifier may take for one answer."""
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is written while it runs."""
+
+    dir: str = "runs/default"
+    """metrics.jsonl, tensorboard/, report.html and checkpoints/ go there."""
+    tensorboard: bool = True
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    """auto shows rich panels on a terminal and plain lines elsewhere."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Megatron distributed checkpoints: weights, optimizer, RNG, data order, step, weight version."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: int = 2
+    """How many to keep; older ones go after a newer one is whole."""
+    resume: bool = True
+    """Continue from the newest whole checkpoint under logging.dir, if there is one."""
+    save_optimizer: bool = True
+    export: bool = True
+    """Also write the final weights in Hugging Face format, to <logging.dir>/hf."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 saves only at the end")
+        _require(self.keep >= 1, "checkpoint.keep", self.keep, "must be at least 1")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop."""
+
+    steps: int = 100
+    """Rollout steps; optimizer steps for `sft`."""
+    batch_size: int = 64
+    """Sequences an optimizer step, for `sft` only."""
+    mini_batches: int = 1
+    """Optimizer steps a rollout step; more than one needs old log-probs, which are then computed."""
+    tokens_per_micro_batch: int = 4096
+    """Positions of one packed micro-batch on one data-parallel rank."""
+    seed: int = 0
+    threads: int = 1
+    """CPU threads a rank; 0 leaves torch's default."""
+    eval_every: int = 0
+    """Steps between evaluations; 0 evaluates only before and after."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "mini_batches", "batch_size"):
+            _positive(f"train.{name}", getattr(self, name))
+        _require(self.tokens_per_micro_batch >= 8, "train.tokens_per_micro_batch", self.tokens_per_micro_batch, "must be at least 8")
+        _require(self.threads >= 0, "train.threads", self.threads, "must not be negative; 0 leaves torch's default")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run needs to know."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    corrections: tuple[MethodConfig, ...] = ()
+    advantage: AdvantageConfig = AdvantageConfig()
+    replay: ReplayConfig = ReplayConfig()
+    sync: SyncConfig = SyncConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    train: TrainConfig = TrainConfig()
+    logging: LoggingConfig = LoggingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    def __post_init__(self) -> None:
+        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        _require(
+            longest <= self.train.tokens_per_micro_batch,
+            "train.tokens_per_micro_batch",
+            self.train.tokens_per_micro_batch,
+            f"cannot hold one answer: data.max_prompt_tokens + rollout.max_new_tokens = {longest}; raise it or lower those",
+        )
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The numbers of a checkpoint's config.json that a layout must divide."""
+
+    architecture: str
+    layers: int
+    heads: int
+    kv_heads: int
+    experts: int
+    """0 for a dense model."""
+    vocab_size: int
+    max_positions: int
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether there is anything to route."""
+        return self.experts > 0
+
+
+def read_model_facts(path: str) -> ModelFacts:
+    """Reads `path`/config.json.
+
+    Raises:
+        ValueError: the folder, the file or a field is missing.
+    """
+    folder = Path(path)
+    _require(bool(path) and folder.is_dir(), "model.path", path, "is not a folder; give one with a Hugging Face checkpoint")
+    file = folder / "config.json"
+    _require(file.is_file(), "model.path", path, "has no config.json; give a folder in Hugging Face format")
+    raw = json.loads(file.read_text())
+    try:
+        return ModelFacts(
+            architecture=(raw.get("architectures") or ["unknown"])[0],
+            layers=raw["num_hidden_layers"],
+            heads=raw["num_attention_heads"],
+            kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            experts=raw.get("num_experts") or raw.get("num_local_experts") or raw.get("n_routed_experts") or 0,
+            vocab_size=raw["vocab_size"],
+            max_positions=raw.get("max_position_embeddings", 1 << 30),
+        )
+    except KeyError as missing:
+        raise ValueError(f"model.path: {path!r}: config.json has no {missing}; is it a causal language model?") from missing
+
+
+def check_against_model(config: Config, facts: ModelFacts) -> None:
+    """Raises ValueError where the layout or the lengths cannot work for this model."""
+    p = config.parallel
+    _require(facts.heads % p.tensor == 0, "parallel.tensor", p.tensor, f"must divide the model's {facts.heads} attention heads")
+    _require(
+        facts.kv_heads % p.tensor == 0, "parallel.tensor", p.tensor, f"must divide the model's {facts.kv_heads} key-value heads"
+    )
+    stages = p.pipeline * (p.virtual_pipeline or 1)
+    name = "parallel.pipeline" if stages == p.pipeline else "parallel.pipeline x parallel.virtual_pipeline"
+    _require(facts.layers % stages == 0, name, stages, f"must divide the model's {facts.layers} layers")
+    if facts.is_moe:
+        _require(facts.experts % p.expert == 0, "parallel.expert", p.expert, f"must divide the model's {facts.experts} experts")
+    else:
+        _require(p.expert == 1, "parallel.expert", p.expert, "must be 1: the model is dense")
+        _require(config.replay.mode == "none", "replay.mode", config.replay.mode, "must be none: the model is dense and routes nothing")
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    _require(
+        longest <= facts.max_positions,
+        "data.max_prompt_tokens + rollout.max_new_tokens",
+        longest,
+        f"exceeds the model's {facts.max_positions} positions",
+    )
+    unit = 2 * p.context * p.tensor if p.context > 1 else p.tensor
+    _require(
+        config.train.tokens_per_micro_batch % unit == 0,
+        "train.tokens_per_micro_batch",
+        config.train.tokens_per_micro_batch,
+        f"must be a multiple of {unit} (tensor {p.tensor}, context {p.context}), or positions cannot be split evenly",
+    )

@@ -1,0 +1,37 @@
+"""The per-token divergence that DPPO, CPPO and NFPO threshold: which one, between which policies, detached."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from .estimators import binary_kl, binary_tv, top_k_kl, top_k_tv
+from .objective import Need, pair_needs
+from .tokens import Tokens
+
+Divergence = Literal["binary_tv", "binary_kl", "top_k_tv", "top_k_kl"]
+Anchor = Literal["theta/mu", "theta/old"]
+
+
+def divergence_T(tokens: Tokens, which: Divergence, anchor: Anchor) -> Tensor:
+    """[T] the divergence from the anchor policy to theta; nats for KL, a probability for TV."""
+    logp_T, base_logp_T = tokens.logps(anchor)
+    if which == "binary_tv":
+        return binary_tv(logp_T, base_logp_T)
+    if which == "binary_kl":
+        return binary_kl(logp_T, base_logp_T)
+    assert tokens.top_k is not None, "the loop must provide what Stack.needs names"
+    against_old = anchor == "theta/old"
+    return (top_k_tv if which == "top_k_tv" else top_k_kl)(logp_T, base_logp_T, tokens.top_k, against_old)
+
+
+def divergence_needs(which: Divergence, anchor: Anchor) -> frozenset[Need]:
+    """What the divergence makes necessary."""
+    top_k: frozenset[Need] = frozenset({"top_k"}) if which.startswith("top_k") else frozenset()
+    return pair_needs(anchor) | top_k
+
+
+def outward_T(log_ratio_T: Tensor, advantages_T: Tensor) -> Tensor:
+    """[T] whether the update would move theta further from the anchor: A > 0 with ratio > 1, or A < 0 with ratio < 1."""
+    return advantages_T * log_ratio_T > 0

@@ -1,0 +1,113 @@
+"""Trust Region Masking (2512.23075): a sequence that leaves the trust region anywhere leaves the batch. Evidence [F]; sampled forms [F].
+
+    max             keep_i = 1[ max_t D_t <= max_threshold ]
+    mean            keep_i = 1[ mean_t D_t <= mean_threshold ]
+    both            the two together
+    length_neutral  keep_i = 1[ W/Z <= ratio_threshold ],  W = sum |rho_t - 1| w_t,  Z = sum w_t,
+                    w_t = min(1, (T - t) epsilon, sqrt((T - t) delta / 2))
+    ser             keep_i = 1[ mean_t |rho_t - 1| <= ratio_threshold ]
+
+D is KL(mu || theta) at each token. sampled: k2 for the maximum (k3 is lopsided for small ratios) and k3 for the mean, as the paper
+substitutes; top_k: the partition KL, a lower bound, exact when K = V. Rejected sequences stay in the denominator. With objective
+`policy_gradient` (weight theta/mu, seq-mean-token-sum) this is the paper's loss. Watch that acceptance stays above 70 %.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .estimators import k2, k3, top_k_kl
+from .objective import Correction, Method, Need, Pair, Tokens, pair_needs, ratio
+from .params import CorrectionParams
+
+_DEFAULTS = {"max": (0.05, None), "mean": (None, 0.001), "both": (0.1, 0.002)}
+
+
+@dataclass(frozen=True)
+class TRMConfig(CorrectionParams):
+    """Parameters of `trm`."""
+
+    criterion: Literal["max", "mean", "both", "length_neutral", "ser"] = "both"
+    """Which sequences go."""
+    source: Literal["sampled", "top_k"] = "sampled"
+    """Where the KL of max, mean and both comes from."""
+    max_threshold: float | None = None
+    """Nats at one token; null takes the paper's: 0.05 for max, 0.1 for both."""
+    mean_threshold: float | None = None
+    """Nats a token; null takes the paper's: 0.001 for mean, 0.002 for both."""
+    ratio_threshold: float = 0.1
+    """For ser (the paper: 0.03 to 0.10) and length_neutral (value not confirmed)."""
+    epsilon: float = 0.1
+    """For length_neutral: the largest TV at one token."""
+    delta: float = 0.05
+    """For length_neutral: the largest KL at one token, nats."""
+    pair: Pair = "theta/mu"
+    """Which two policies; old/mu judges the engine gap alone, once a step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_threshold", "mean_threshold", "ratio_threshold", "epsilon", "delta"):
+            value = getattr(self, name)
+            self.require(name, value is None or value > 0, "must be positive")
+        self.require("source", not (self.source == "top_k" and self.pair == "old/mu"), "scores theta; set pair to theta/mu or theta/old")
+
+
+def _accept_S(tokens: Tokens, config: TRMConfig) -> Tensor:
+    """[S] verdicts of max, mean and both."""
+    log_T = tokens.detached_log_ratio(config.pair)
+    if config.source == "top_k":
+        assert tokens.top_k is not None, "the loop must provide what Stack.needs names"
+        for_max_T = for_mean_T = top_k_kl(*tokens.logps(config.pair), tokens.top_k, config.pair == "theta/old")
+    else:
+        for_max_T, for_mean_T = k2(log_T), k3(log_T)
+    largest, mean = _DEFAULTS[config.criterion]
+    accept_S = torch.ones_like(tokens.segments.count(), dtype=torch.bool)
+    if largest is not None:
+        accept_S &= tokens.segments.max(for_max_T) <= (config.max_threshold or largest)
+    if mean is not None:
+        accept_S &= tokens.segments.mean(for_mean_T) <= (config.mean_threshold or mean)
+    return accept_S
+
+
+def position_weight_T(tokens: Tokens, epsilon: float, delta: float) -> Tensor:
+    """[T] w_t of length_neutral: how far an error at t can still reach. 0 at the last token."""
+    segments = tokens.segments
+    left_T = (segments.spread(segments.count()) - segments.prefix_count()).to(tokens.advantages_T.dtype)
+    return torch.minimum((left_T * epsilon).clamp(max=1), (left_T * delta / 2).sqrt())
+
+
+def correct(tokens: Tokens, config: TRMConfig) -> Correction:
+    """See the module's formula."""
+    segments = tokens.segments
+    deviation_T = (ratio(tokens.detached_log_ratio(config.pair)) - 1).abs()
+    if config.criterion == "ser":
+        accept_S = segments.mean(deviation_T) <= config.ratio_threshold
+    elif config.criterion == "length_neutral":
+        weight_T = position_weight_T(tokens, config.epsilon, config.delta)
+        accept_S = segments.sum(deviation_T * weight_T) <= config.ratio_threshold * segments.sum(weight_T)
+    else:
+        accept_S = _accept_S(tokens, config)
+    keep_T = segments.spread(accept_S.to(deviation_T.dtype)) > 0
+    return Correction.mask(keep_T, tokens, {"deviation_mean": tokens.average(deviation_T)})
+
+
+def _needs(config: TRMConfig) -> frozenset[Need]:
+    top_k: frozenset[Need] = frozenset({"top_k"}) if config.source == "top_k" else frozenset()
+    return pair_needs(config.pair) | top_k
+
+
+METHOD = Method(
+    name="trm",
+    kind="correction",
+    config=TRMConfig,
+    apply=correct,
+    paper="2512.23075",
+    evidence="F",
+    unit="sequence",
+    summary="Drops sequences that leave the trust region",
+    needs=_needs,
+)

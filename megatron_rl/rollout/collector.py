@@ -1,0 +1,174 @@
+"""Prompts in, trajectories out: spreads requests over the fleet and checks every reply before anything is trained on it.
+
+A trajectory is the prompt's ids followed by the ids the server sampled; text is never tokenised again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.client import EngineClient, EngineError, EngineUnreachable
+from megatron_rl.rollout.fleet import Engine, Fleet
+from megatron_rl.rollout.ingest import Expected, trajectory
+from megatron_rl.types import Prompt, Trajectory
+
+OVERSUBSCRIPTION = 2
+"""Samples asked of a server at once, as a multiple of those it can run: its queue must never be empty while work is left."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample; the whole distribution, so that log-probs are those of what was sampled from."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    max_new_tokens: int = 32
+    stop_token_ids: tuple[int, ...] = ()
+    """Besides the model's own end of sequence."""
+
+    @classmethod
+    def from_config(cls, config: RolloutConfig) -> Self:
+        """As training samples."""
+        return cls(config.temperature, config.max_new_tokens)
+
+    def parameters(self) -> dict[str, Any]:
+        """SGLang's `sampling_params`."""
+        return {
+            "temperature": self.temperature,
+            "max_new_tokens": self.max_new_tokens,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "stop_token_ids": list(self.stop_token_ids),
+        }
+
+
+def collect(
+    fleet: Fleet,
+    prompts: Sequence[Prompt],
+    *,
+    samples: int,
+    sampling: Sampling,
+    routes: bool,
+    version: int | None,
+    keep_aborted: bool = False,
+) -> list[Trajectory]:
+    """Samples `samples` answers to each prompt.
+
+    Args:
+        routes: whether each trajectory carries the experts of its tokens.
+        version: the weight version every token must come from; None takes any, which are then told apart by `Trajectory.versions`.
+        keep_aborted: whether an answer the server cut off is returned (finish_reason "abort") or an error.
+
+    Returns:
+        len(prompts) * samples trajectories, the samples of a prompt next to each other, in the order of `prompts`.
+
+    Raises:
+        ValueError: a prompt has a token outside the vocabulary (which would end the server) or is empty.
+        EngineError: a server failed, or a reply lacks something or contradicts itself.
+    """
+    fleet.require_usable()
+    for prompt in prompts:
+        _check_tokens(prompt, fleet.facts.vocab_size)
+    expected = Expected(
+        vocab_size=fleet.facts.vocab_size,
+        route_shape=fleet.route_shape if routes else None,
+        version=version,
+        keep_aborted=keep_aborted,
+    )
+    if routes:
+        assert fleet.route_shape is not None and fleet.routes, "the fleet was not opened with routes=True"
+    return list(fleet.run(_Collection(fleet, samples, sampling, expected).gather, prompts))
+
+
+def _check_tokens(prompt: Prompt, vocab_size: int) -> None:
+    tokens = np.asarray(prompt.tokens)
+    if tokens.size == 0:
+        raise ValueError(f"prompt {prompt.id}: has no tokens; drop it from the data")
+    bad = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if bad.size:
+        raise ValueError(
+            f"prompt {prompt.id}: token {bad[0]} is not within the vocabulary of {vocab_size}; "
+            "use the tokenizer of model.path (an id out of range would end the server)"
+        )
+
+
+class _Collection:
+    """One call of `collect`."""
+
+    def __init__(self, fleet: Fleet, samples: int, sampling: Sampling, expected: Expected) -> None:
+        self.fleet = fleet
+        self.samples = samples
+        self.sampling = sampling
+        self.expected = expected
+        # a router forwards single requests only; a server takes a prompt's samples at once, which costs a tenth of the client's time
+        self.per_request = 1 if fleet.router else samples
+        self.nonce = uuid.uuid4().hex[:8]
+        bound = OVERSUBSCRIPTION * fleet.config.max_running_requests * len(fleet.engines)
+        self.slots = asyncio.Semaphore(max(1, bound // self.per_request))
+
+    async def gather(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
+        work = [
+            self._request(prompt, f"{self.nonce}.{index}", first)
+            for index, prompt in enumerate(prompts)
+            for first in range(0, self.samples, self.per_request)
+        ]
+        tasks = [asyncio.create_task(one) for one in work]
+        watch = asyncio.create_task(self._watch())
+        try:
+            answers = asyncio.gather(*tasks)
+            either: set[asyncio.Future[Any]] = {answers, watch}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                watch.result()
+            return [one for answer in await answers for one in answer]
+        except EngineUnreachable as error:
+            raise await self.fleet.explain(error) from error
+        finally:
+            for task in (*tasks, watch):
+                task.cancel()
+            await asyncio.gather(*tasks, watch, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Raises when a launched server ends: its open connections may never say so."""
+        while True:
+            reason = self.fleet.poll_dead()
+            if reason is not None:
+                raise EngineError(reason)
+            await asyncio.sleep(0.25)
+
+    async def _request(self, prompt: Prompt, group: str, first: int) -> list[Trajectory]:
+        count = min(self.per_request, self.samples - first)
+        ids = [int(token) for token in prompt.tokens]
+        rids = [f"{group}.{first + k}" for k in range(count)]
+        batched = self.per_request > 1
+        body: dict[str, Any] = {
+            "rid": rids if batched else rids[0],
+            "input_ids": [ids] * count if batched else ids,
+            "sampling_params": self.sampling.parameters(),
+            "return_logprob": True,
+        }
+        if self.expected.route_shape is not None:
+            body["return_routed_experts"] = True
+        what = f"request {rids[0]} (prompt {prompt.id})"
+        async with self.slots:
+            engine = min(self.fleet.engines, key=lambda engine: engine.in_flight)
+            client = self.fleet.router or engine.client
+            replies = await self._send(engine, client, body, count, what)
+        if len(replies) != count:
+            raise EngineError(f"{client.url}: {what}: {len(replies)} answers to {count} samples")
+        return [trajectory(reply, prompt, group, rid, client.url, self.expected) for reply, rid in zip(replies, rids, strict=True)]
+
+    async def _send(self, engine: Engine, client: EngineClient, body: dict[str, Any], count: int, what: str) -> list[dict[str, Any]]:
+        engine.in_flight += count
+        try:
+            return await client.generate(body, timeout=self.fleet.config.request_timeout, what=what)
+        finally:
+            engine.in_flight -= count

@@ -1,0 +1,143 @@
+"""A server's reply becomes a Trajectory, or an error that names the request and what the server needs.
+
+Schema of SGLang 0.5.23's /generate: `output_ids`, `text`, and `meta_info` with `finish_reason`, `prompt_tokens`,
+`output_token_logprobs` [[log-prob, id, null]], `weight_versions` [{version, start, end}] and `routed_experts` (base64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_rl.rollout.client import EngineError
+from megatron_rl.rollout.routes import RouteShape, decode_routes
+from megatron_rl.types import FinishReason, Prompt, Trajectory
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What every reply of one collection must be like."""
+
+    vocab_size: int
+    route_shape: RouteShape | None
+    """None where no routes were asked for."""
+    version: int | None
+    """Weight version of every token; None takes any."""
+    keep_aborted: bool
+
+
+def trajectory(reply: Mapping[str, Any], prompt: Prompt, group: str, rid: str, url: str, expected: Expected) -> Trajectory:
+    """The checked trajectory of one reply.
+
+    Raises:
+        EngineError: something is missing, of the wrong shape or impossible; names the request, the server and the remedy.
+    """
+
+    def fail(what: str) -> NoReturn:
+        raise EngineError(f"{url}: request {rid} (prompt {prompt.id}): {what}")
+
+    meta = reply["meta_info"]
+    finish = meta.get("finish_reason") or {}
+    reason = finish.get("type")
+    if reason not in ("stop", "length", "abort"):
+        fail(f"finish_reason {finish!r} is none of stop, length, abort")
+    if reason == "abort" and not expected.keep_aborted:
+        fail(f"the server aborted it: {finish.get('message', 'no reason given')}; nothing may pause, update or abort while a step samples")
+    output = np.asarray(reply["output_ids"], dtype=np.int64)
+    if output.size == 0 and reason != "abort":
+        fail("no token was sampled")
+    if output.size and (output.min() < 0 or output.max() >= expected.vocab_size):
+        fail(f"sampled a token outside the vocabulary of {expected.vocab_size}: {output.tolist()}")
+    if meta.get("prompt_tokens") != len(prompt.tokens):
+        fail(f"the server counts {meta.get('prompt_tokens')} prompt tokens, {len(prompt.tokens)} were sent")
+
+    head = len(prompt.tokens)
+    tokens = np.concatenate([np.asarray(prompt.tokens, dtype=np.int32), output.astype(np.int32)])
+    sampled = np.arange(len(tokens)) >= head
+    behaviour = np.full(len(tokens), np.nan, dtype=np.float32)
+    versions = np.full(len(tokens), -1, dtype=np.int32)
+    try:
+        behaviour[head:] = _log_probs(meta, output)
+        versions[head:], spans = _versions(meta, output.size)
+        if expected.version is not None and (versions[head:] != expected.version).any():
+            raise ValueError(
+                f"sampled from weight version {sorted(set(versions[head:].tolist()))}, not {expected.version}; push the weights first"
+            )
+        routes = _routes(meta, len(tokens) - 1, spans, expected.route_shape)
+    except ValueError as error:
+        fail(str(error))
+    return Trajectory(
+        prompt=prompt,
+        group=group,
+        tokens=tokens,
+        loss_mask=sampled,
+        behaviour_logp=behaviour,
+        versions=versions,
+        turns=np.where(sampled, 0, -1).astype(np.int32),
+        routes=routes,
+        finish_reason=cast(FinishReason, reason),
+        text=str(reply.get("text", "")),
+    )
+
+
+def _log_probs(meta: Mapping[str, Any], output: NDArray[np.int64]) -> NDArray[np.float32]:
+    entries = meta.get("output_token_logprobs")
+    if entries is None:
+        raise ValueError("no output_token_logprobs in the reply; return_logprob was asked for: does a router drop it?")
+    if len(entries) != output.size:
+        raise ValueError(f"{len(entries)} log-probs for {output.size} tokens")
+    if not entries:
+        return np.empty(0, dtype=np.float32)
+    ids = np.asarray([entry[1] for entry in entries], dtype=np.int64)
+    if (ids != output).any():
+        raise ValueError("output_token_logprobs and output_ids name different tokens")
+    log_probs = np.asarray([np.nan if entry[0] is None else entry[0] for entry in entries], dtype=np.float32)
+    if not np.isfinite(log_probs).all() or log_probs.max() > 1e-3:
+        at = int(np.argmax(~np.isfinite(log_probs) | (log_probs > 1e-3)))
+        raise ValueError(f"log-prob {log_probs[at]} of token {at} is none: the weights may hold NaN")
+    return log_probs
+
+
+def _versions(meta: Mapping[str, Any], count: int) -> tuple[NDArray[np.int32], int]:
+    """([count] version of each token, how many spans of one version)."""
+    spans = meta.get("weight_versions")
+    if spans is None:
+        raise ValueError("no weight_versions in the reply; SGLang 0.5.23 sends them: is the server older, or does a router drop them?")
+    versions = np.empty(count, dtype=np.int32)
+    at = 0
+    for span in spans:
+        if span["start"] != at or span["end"] < at:
+            raise ValueError(f"weight_versions {spans} leave a gap")
+        try:
+            versions[at : span["end"]] = int(span["version"])
+        except ValueError:
+            raise ValueError(
+                f"weight version {span['version']!r} is no number; start the server with --weight-version 0, or push weights first"
+            ) from None
+        at = int(span["end"])
+    if at != count:
+        raise ValueError(f"weight_versions {spans} do not cover {count} tokens")
+    return versions, len(spans)
+
+
+def _routes(meta: Mapping[str, Any], rows: int, spans: int, shape: RouteShape | None) -> NDArray[np.uint8] | NDArray[np.uint16] | None:
+    if shape is None:
+        return None
+    encoded = meta.get("routed_experts")
+    if encoded is None:
+        raise ValueError(
+            "no routed_experts in the reply; start the server with --enable-return-routed-experts (some routers drop the request's flag)"
+        )
+    if spans > 1:
+        # after a retraction SGLang recomputes the experts of all tokens with the new weights
+        raise ValueError(
+            "its tokens come from several weight versions, so its routes are not those it was sampled with; update between steps"
+        )
+    try:
+        return decode_routes(encoded, rows, shape)
+    except ValueError as error:
+        raise ValueError(f"routed_experts: {error}") from error

@@ -1,0 +1,185 @@
+"""Hooks on Megatron's routers: record what they choose, or make them choose what is given.
+
+A hook stands where Megatron keeps its own `RouterReplay` (`TopKRouter.router_replay`), so no patch is needed. It is bound to the
+router of a live module by that module's global layer number. Rows are keyed by (micro-batch, layer); the forward consumes each key
+once. A call during a backward pass is a recompute: each layer's recomputes come in the order of its forwards, in every schedule
+(no pipelining, 1F1B, interleaved), so a cursor a layer finds the key. `finish` fails on anything left over.
+
+Gates are always computed from the trainer's own scores, so the gradient reaches the router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Mode = Literal["live", "record", "replay", "observe"]
+"""live: routers choose freely. record: they do, and it is kept. replay: they take the given rows. observe: they choose freely, and
+each token's number of layers that differ from the given rows is counted."""
+
+TopK = tuple[Tensor, Tensor]
+Key = tuple[int, int]
+"""(micro-batch, layer number)."""
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread, as it is when activations are recomputed."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@dataclass
+class _Session:
+    mode: Mode
+    rows: Mapping[Key, Tensor]
+    recorded: dict[Key, Tensor] = field(default_factory=dict)
+    differing: dict[int, Tensor] = field(default_factory=dict)
+    order: dict[int, list[int]] = field(default_factory=dict)
+    """Layer -> the micro-batches its forward has seen, in order."""
+    recomputed: dict[int, int] = field(default_factory=dict)
+    """Layer -> how many of them were recomputed."""
+
+
+class RouterHook:
+    """What a router calls in place of its top-k."""
+
+    def __init__(self, owner: RoutingReplay, layer_number: int, chunk: int) -> None:
+        self._owner = owner
+        self._chunk = chunk
+        self.layer_number = layer_number
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., TopK] | None = None,
+    ) -> TopK:
+        """Megatron's contract: (scores at the chosen experts, their ids), each [tokens, topk]."""
+        assert default_compute_topk is not None
+        return self._owner.choose(
+            self._chunk, self.layer_number, scores, topk, lambda: default_compute_topk(scores, topk, num_groups, group_topk)
+        )
+
+
+class RoutingReplay:
+    """All routers of one model on this rank. A second model in the process has its own object; they share nothing.
+
+    Args:
+        chunks: the model chunks of this rank, in virtual-pipeline order.
+        router_type: Megatron's `TopKRouter` (passed in, so that this module needs no Megatron).
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], router_type: type[nn.Module]) -> None:
+        self._session: _Session | None = None
+        self._micro_batch: dict[int, int] = {}
+        self._hooks: dict[int, RouterHook] = {}
+        for index, chunk in enumerate(chunks):
+            for router in _routers(chunk, router_type):
+                number = router.layer_number
+                assert isinstance(number, int), "a router without a layer number cannot be bound"
+                if number in self._hooks:
+                    raise ValueError(f"two live routers claim layer {number}; replay binds one router a layer")
+                hook = RouterHook(self, number, index)
+                router.router_replay = hook  # type: ignore[assignment]
+                self._hooks[number] = hook
+
+    @property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """Global 1-based numbers of the MoE layers on this rank, ascending."""
+        return tuple(sorted(self._hooks))
+
+    @contextmanager
+    def session(self, mode: Mode, rows: Sequence[Tensor | None] = (), *, micro_batches: int) -> Iterator[_Session]:
+        """One pass of the schedule over `micro_batches`.
+
+        Args:
+            rows: for replay and observe, one [tokens, layers, K] a micro-batch, layers in the order of `layer_numbers`.
+
+        Raises:
+            RuntimeError: at the end, if a row was left over or is missing; names micro-batch and layer.
+        """
+        assert self._session is None, "one pass at a time"
+        keyed: dict[Key, Tensor] = {}
+        if mode in ("replay", "observe") and self._hooks:
+            if len(rows) != micro_batches or any(r is None for r in rows):
+                raise ValueError(f"replay.mode: {mode} needs routes for each of {micro_batches} micro-batches; the rollout gave none")
+            for index, shard in enumerate(rows):
+                assert shard is not None
+                if shard.shape[1] != len(self._hooks):
+                    raise RuntimeError(f"micro-batch {index}: routes for {shard.shape[1]} layers, this rank has {len(self._hooks)}")
+                for column, number in enumerate(self.layer_numbers):
+                    keyed[index, number] = shard[:, column].long()
+        self._session = _Session(mode, keyed)
+        try:
+            yield self._session
+            self._finish(self._session, micro_batches)
+        finally:
+            self._session = None
+            self._micro_batch.clear()
+
+    def start_micro_batch(self, chunk: int, index: int) -> None:
+        """Tells the routers of a chunk which micro-batch its next forward is."""
+        self._micro_batch[chunk] = index
+
+    def choose(self, chunk: int, layer: int, scores: Tensor, topk: int, live: Callable[[], TopK]) -> TopK:
+        """The top-k of one router call."""
+        session = self._session
+        if session is None:
+            return live()
+        key = (self._next_recompute(session, layer) if in_backward() else self._next_forward(session, chunk, layer), layer)
+        if session.mode == "replay":
+            return _gather(scores, session.rows[key], topk, key)
+        probs, chosen = live()
+        if session.mode == "record" and not in_backward():
+            session.recorded[key] = chosen.detach()
+        if session.mode == "observe" and not in_backward():
+            differs = (chosen.sort(dim=-1).values != session.rows[key].sort(dim=-1).values).any(dim=-1)
+            before = session.differing.get(key[0])
+            session.differing[key[0]] = differs.to(torch.int32) if before is None else before + differs
+        return probs, chosen
+
+    def _next_forward(self, session: _Session, chunk: int, layer: int) -> int:
+        index = self._micro_batch[chunk]
+        seen = session.order.setdefault(layer, [])
+        if index in seen:
+            raise RuntimeError(f"layer {layer} routes micro-batch {index} a second time outside of a backward pass")
+        seen.append(index)
+        return index
+
+    @staticmethod
+    def _next_recompute(session: _Session, layer: int) -> int:
+        done = session.recomputed.get(layer, 0)
+        seen = session.order.get(layer, [])
+        if done >= len(seen):
+            raise RuntimeError(f"layer {layer} recomputes {done + 1} times after {len(seen)} forwards")
+        session.recomputed[layer] = done + 1
+        return seen[done]
+
+    def _finish(self, session: _Session, micro_batches: int) -> None:
+        for layer in self.layer_numbers:
+            seen = session.order.get(layer, [])
+            missing = sorted(set(range(micro_batches)) - set(seen))
+            if missing:
+                raise RuntimeError(f"layer {layer} never routed micro-batches {missing} of {micro_batches}")
+            redone = session.recomputed.get(layer, 0)
+            if redone not in (0, micro_batches):
+                raise RuntimeError(f"layer {layer} recomputed {redone} of {micro_batches} micro-batches")
+
+
+def _gather(scores: Tensor, rows: Tensor, topk: int, key: Key) -> TopK:
+    if rows.shape != (scores.shape[0], topk):
+        raise RuntimeError(
+            f"micro-batch {key[0]}, layer {key[1]}: routes {tuple(rows.shape)} for {scores.shape[0]} tokens with top-{topk} on this rank"
+        )
+    rows = rows.to(scores.device)
+    return scores.gather(1, rows), rows
+
+
+def _routers(chunk: nn.Module, router_type: type[nn.Module]) -> Iterable[nn.Module]:
+    return (module for module in chunk.modules() if isinstance(module, router_type))

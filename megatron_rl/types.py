@@ -1,0 +1,152 @@
+"""The records that travel through a training step, each field with its shape, dtype and unit.
+
+Shape letters used here and in all tensor code:
+  N  tokens of one trajectory (prompt and response)      T  positions of one packed micro-batch (padding included)
+  S  sequences of one packed micro-batch                 L  MoE layers of the whole model, in order of depth
+  K  experts a token is sent to in one layer             V  vocabulary
+
+Alignment: position t of a packed sequence holds input token t and predicts token t + 1. A trajectory of N tokens therefore
+fills N - 1 positions, exactly the rows for which an engine reports routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question put to the policy."""
+
+    id: str
+    tokens: NDArray[np.int32]
+    """[N_prompt] token ids, as the tokenizer gave them; they are never re-tokenised."""
+    text: str
+    answer: str
+    """What the verifier compares with."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sampled answer, with what the behaviour policy said of it."""
+
+    prompt: Prompt
+    group: str
+    """Trajectories of one group answer the same prompt under one policy; advantages are taken within a group."""
+    tokens: NDArray[np.int32]
+    """[N] prompt and response ids."""
+    loss_mask: NDArray[np.bool_]
+    """[N] True where the policy sampled token n; False for the prompt and for tool output."""
+    behaviour_logp: NDArray[np.float32]
+    """[N] log mu(token n | tokens before n), natural log, of the distribution sampled from; NaN where loss_mask is False."""
+    versions: NDArray[np.int32]
+    """[N] weight version that sampled token n; -1 where loss_mask is False."""
+    turns: NDArray[np.int32]
+    """[N] index of the assistant turn, counted from 0; -1 where loss_mask is False."""
+    routes: NDArray[np.uint8] | NDArray[np.uint16] | None
+    """[N - 1, L, K] expert ids of input token n in each MoE layer; None for dense models or when not asked for."""
+    finish_reason: FinishReason
+    text: str
+    """The decoded response, for verifiers and people; training never reads it."""
+    reward: float | None = None
+
+    @property
+    def response_tokens(self) -> int:
+        """Number of tokens that carry loss."""
+        return int(self.loss_mask.sum())
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        for name in ("loss_mask", "behaviour_logp", "versions", "turns"):
+            assert len(getattr(self, name)) == n, f"{name} has {len(getattr(self, name))} entries for {n} tokens"
+        assert n >= 2, f"a trajectory needs at least two tokens to predict one, got {n}"
+        assert not self.loss_mask[0], "the first token has nothing to be predicted from"
+        if self.routes is not None:
+            assert self.routes.ndim == 3 and self.routes.shape[0] == n - 1, f"routes {self.routes.shape} for {n} tokens"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one data-parallel leader collected for one step."""
+
+    trajectories: tuple[Trajectory, ...]
+    advantages: tuple[NDArray[np.float32], ...]
+    """One [N] array a trajectory: the advantage of token n (0 where loss_mask is False)."""
+
+    def __post_init__(self) -> None:
+        assert len(self.trajectories) == len(self.advantages)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One micro-batch: several sequences end to end, then padding, which forms a sequence of its own.
+
+    Tensors indexed by T describe the prediction made at that position: `mask_T[t]` says that `labels_T[t]` carries loss.
+    """
+
+    tokens_T: Tensor
+    """int64 input ids."""
+    labels_T: Tensor
+    """int64 the next token of the same sequence; 0 in padding."""
+    positions_T: Tensor
+    """int64 position inside the own sequence, from 0."""
+    mask_T: Tensor
+    """bool."""
+    sequence_T: Tensor
+    """int64 index of the sequence in this micro-batch, 0 .. S - 1 in order; padding carries S."""
+    turns_T: Tensor
+    """int64 assistant turn of the label, -1 where mask_T is False."""
+    advantages_T: Tensor
+    """float32."""
+    behaviour_logp_T: Tensor
+    """float32, log mu(label); NaN where mask_T is False."""
+    versions_T: Tensor
+    """int64 weight version that sampled the label; -1 where mask_T is False."""
+    cu_seqlens: Tensor
+    """int32 [S + 1] or, with padding, [S + 2]: where each sequence starts, and T."""
+    sample_S: Tensor
+    """int64 index of each sequence in the data-parallel leader's Batch; -1 for a filler."""
+    routes_TLK: Tensor | None = None
+    """uint8 or int16: this rank's rows and layers only, once `routing.layout` has cut it; k distinct experts in padding."""
+    old_logp_T: Tensor | None = None
+    """float32 log-probs under the trainer's weights at the start of the step; on the last pipeline stage only."""
+
+    @property
+    def num_sequences(self) -> int:
+        """S, fillers included, padding not."""
+        return int(self.sample_S.numel())
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return int(self.tokens_T.numel())
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """What the last pipeline stage says of each label."""
+
+    logp_T: Tensor
+    """float32 natural log-prob of the label at the sampling temperature; carries the gradient in training."""
+    entropy_T: Tensor | None = None
+    """float32 nats."""
+
+
+Metric = tuple[Tensor, Tensor]
+"""(numerator, denominator), both scalar fp32 or fp64; reduced over micro-batches and ranks before the division."""
+
+
+def as_metric(numerator: Tensor, denominator: Tensor | float) -> Metric:
+    """A metric pair on numerator's device, detached, in fp64 so that sums over a large batch keep their digits."""
+    value = numerator.detach().to(torch.float64)
+    return value, torch.as_tensor(denominator, dtype=torch.float64, device=value.device).detach()

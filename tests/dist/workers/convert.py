@@ -1,0 +1,169 @@
+"""Run by torchrun: loads tiny checkpoints under each layout asked for and exports them again; rank 0 writes what it saw.
+
+usage: convert.py FOLDER OUT.json '["tensor=2 expert=2", ...]'; FOLDER holds one checkpoint a subfolder, with reference.safetensors
+(tokens, logits) beside the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.actor.parallel import Mesh, create_mesh, destroy_mesh, prepare_process
+from megatron_rl.config import Config, ModelConfig, ParallelConfig
+
+prepare_process(threads=1)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state as ps  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from megatron_rl.actor.model import PolicyModel, build_chunks, detect_implementation  # noqa: E402
+from megatron_rl.convert.bridge import export_hf, load_hf  # noqa: E402
+from megatron_rl.convert.commands import hf_to_mcore, mcore_to_hf  # noqa: E402
+from megatron_rl.convert.families import family_for  # noqa: E402
+from megatron_rl.convert.hf import HfReader, read_config  # noqa: E402
+
+
+def build(folder: Path, parallel: ParallelConfig, mesh: Mesh) -> list[PolicyModel]:
+    """Chunks whose every value is NaN, so that nothing passes that was not loaded."""
+    hf = read_config(folder)
+    config = Config(model=ModelConfig(path=str(folder), dtype="float32"), parallel=parallel)
+    _, chunks = build_chunks(config, family_for(hf), hf, mesh, detect_implementation())
+    for parameter in (p for chunk in chunks for p in chunk.parameters()):
+        parameter.data.fill_(float("nan"))
+    return chunks
+
+
+def export(chunks: list[PolicyModel], reader: HfReader, mesh: Mesh, **options: Any) -> dict[str, Any]:
+    """Names in this rank's order; the names whose tensors differ; whether the other ranks got None; seconds."""
+    dist.barrier()
+    start = time.perf_counter()
+    got = []
+    for name, tensor in export_hf(chunks, reader.config, **options):
+        if "bucket_bytes" in options:  # the slow export: ranks that drift apart must still meet in the same exchanges
+            time.sleep(random.Random(f"{mesh.rank} {name}").random() * 2e-3)
+        got.append((name, tensor))
+    seconds = time.perf_counter() - start
+    held = [tensor is not None for _, tensor in got]
+    different = [n for n, t in got if t is not None and not torch.equal(t, reader.tensor(n))]
+    return {"names": [n for n, _ in got], "different": different, "held": all(held) if mesh.is_main else any(held), "seconds": seconds}
+
+
+@torch.no_grad()
+def logits(chunk: PolicyModel, tokens: torch.Tensor) -> torch.Tensor:
+    """[T, P] of one sequence, on every rank."""
+    size = tokens.numel()
+    ends = torch.tensor([0, size], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=size, max_seqlen_kv=size)
+    hidden = chunk(input_ids=tokens[None], position_ids=torch.arange(size)[None], attention_mask=None, packed_seq_params=packed)
+    if chunk.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden)
+    mine = hidden.squeeze(1) @ chunk.output_weight().T
+    shards = [torch.empty_like(mine) for _ in range(ps.get_tensor_model_parallel_world_size())]
+    dist.all_gather(shards, mine.contiguous(), group=ps.get_tensor_model_parallel_group())
+    return torch.cat(shards, -1)
+
+
+def padding_is_zero(chunks: list[PolicyModel], vocab: int) -> bool:
+    """Whether this rank's embedding rows beyond the vocabulary are zero."""
+    weights = [w for c in chunks for n, w in c.named_parameters() if n == "embedding.word_embeddings.weight"]
+    first = [ps.get_tensor_model_parallel_rank() * w.shape[0] for w in weights]
+    return all(bool((w[max(0, vocab - start) :] == 0).all()) for w, start in zip(weights, first, strict=True))
+
+
+def run(folder: Path, layout: str) -> dict[str, Any]:
+    """One checkpoint under one layout."""
+    parallel = ParallelConfig(**{k: int(v) for k, v in (pair.split("=") for pair in layout.split())})
+    reader = HfReader(folder)
+    mesh = create_mesh(parallel)
+    chunks = build(folder, parallel, mesh)
+    load_hf(chunks, folder)
+    result: dict[str, Any] = {
+        "export": mesh.gather(export(chunks, reader, mesh)),
+        "again": mesh.gather(export(chunks, reader, mesh)),
+        "slow": mesh.gather(export(chunks, reader, mesh, bucket_bytes=20_000)),
+        "padding_is_zero": all(mesh.gather(padding_is_zero(chunks, reader.config["vocab_size"]))),
+    }
+    bfloat16 = {name: tensor for name, tensor in export_hf(chunks, reader.config, dtype=torch.bfloat16) if tensor is not None}
+    result["bfloat16"] = all(torch.equal(t, reader.tensor(n).bfloat16()) for n, t in bfloat16.items())
+    if parallel.pipeline == 1:
+        reference = load_file(folder / "reference" / "logits.safetensors")
+        got = logits(chunks[0], reference["tokens"])[:, : reader.config["vocab_size"]]
+        result["max_logit_diff"] = float((got - reference["logits"]).abs().max())
+    mesh.barrier()
+    destroy_mesh()
+    return result
+
+
+def mismatches(folder: Path) -> dict[str, str]:
+    """What a user reads who loads a checkpoint into a model built for another."""
+    hf = read_config(folder / "moe")
+    mesh = create_mesh(ParallelConfig())
+    chunks = build(folder / "moe", ParallelConfig(), mesh)
+    wrong = {
+        "architecture": {**hf, "architectures": ["LlamaForCausalLM"]},
+        "vocabulary": {**hf, "vocab_size": 4096},
+        "layers": {**hf, "num_hidden_layers": 3},
+        "width": {**hf, "moe_intermediate_size": 40},
+        "experts": {**hf, "num_local_experts": 16},
+        "kind": {**hf, "mlp_only_layers": []},
+    }
+    messages = {}
+    for name, config in wrong.items():
+        try:
+            next(export_hf(chunks, config))
+        except ValueError as error:
+            messages[name] = str(error)
+    destroy_mesh()
+    return messages
+
+
+def commands(folder: Path, out: Path) -> dict[str, list[str]]:
+    """HF -> distributed checkpoint under one layout -> HF under another: the tensors that differ."""
+    layouts = {1: (ParallelConfig(), ParallelConfig()), 2: (ParallelConfig(tensor=2), ParallelConfig(pipeline=2))}
+    write, read = layouts[mesh_size()]
+    different = {}
+    for name in ("moe", "dense"):
+        hf_to_mcore(str(folder / name), str(out / name), write)
+        back = mcore_to_hf(str(out / name), str(out / f"{name}-back"), str(folder / name), read)
+        old, new = HfReader(folder / name), HfReader(back)
+        different[name] = sorted(old.names() ^ new.names()) + [n for n in old.names() if not torch.equal(old.tensor(n), new.tensor(n))]
+    return different
+
+
+def mesh_size() -> int:
+    """Ranks that torchrun started."""
+    from megatron_rl.actor.parallel import launch_context
+
+    return launch_context()[2]
+
+
+def main() -> None:
+    folder, out, layouts = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    seen: dict[str, Any] = {
+        "runs": {
+            f"{path.name} {layout}": run(path, layout)
+            for layout in layouts
+            for path in sorted(p for p in folder.iterdir() if (p / "config.json").is_file())
+            if not ("expert" in layout and path.name == "dense")
+        },
+        "commands": commands(folder, out.parent / f"{out.stem}-checkpoints"),
+    }
+    if mesh_size() == 1:
+        seen["mismatches"] = mismatches(folder)
+    from megatron_rl.actor.parallel import launch_context
+
+    if launch_context()[0] == 0:
+        out.write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
