@@ -46,13 +46,17 @@ class ParallelConfig:
     """How the trainer is laid out over torchrun's ranks; data parallelism is what is left."""
 
     tensor: int = 1
+    """Ranks that share each dense matrix; with more than one, sequence parallelism is on."""
     pipeline: int = 1
+    """Stages, each with an equal share of the layers."""
     virtual_pipeline: int | None = None
     """Model chunks a pipeline stage; null for none."""
     expert: int = 1
+    """Ranks over which the experts of a layer are spread."""
     expert_tensor: int | None = None
     """Tensor parallelism inside an expert; null takes 1 with expert parallelism, and parallel.tensor without."""
     context: int = 1
+    """Ranks that share the positions of a packed micro-batch."""
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "expert", "context"):
@@ -103,15 +107,21 @@ class OptimizerConfig:
     """Adam on Megatron's distributed optimizer."""
 
     lr: float = 1e-6
+    """Learning rate after the warm-up."""
     min_lr: float = 0.0
+    """Where decay ends."""
     warmup_steps: int = 0
     """Optimizer steps over which lr rises linearly from 0."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """From lr to min_lr over train.steps."""
     weight_decay: float = 0.0
+    """Decoupled, as in AdamW."""
     beta1: float = 0.9
+    """Adam's decay of the first moment."""
     beta2: float = 0.95
+    """Adam's decay of the second moment."""
     eps: float = 1e-8
+    """Added to Adam's denominator."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
 
@@ -132,14 +142,17 @@ class RolloutConfig:
     launch: int = 1
     """How many local servers to launch when urls is empty."""
     host: str = "127.0.0.1"
+    """Address launched servers listen on, and where rank 0 offers weights to every server."""
     base_port: int | None = None
     """First port of launched servers; null asks the system for free ones."""
     dtype: Dtype = "bfloat16"
+    """Weights and activations of the servers."""
     attention_backend: str | None = None
     """SGLang's --attention-backend; null lets the launcher choose what the machine has."""
     tensor: int = 1
     """Tensor parallelism of each server."""
     max_running_requests: int = 128
+    """Requests one server decodes together."""
     max_total_tokens: int | None = None
     """Key-value cache in tokens; null lets SGLang choose (on CPU the launcher sizes it)."""
     mem_fraction: float | None = None
@@ -151,10 +164,15 @@ class RolloutConfig:
     request_timeout: float = 600.0
     """Seconds one generation may take."""
     temperature: float = 1.0
+    """Of sampling; the trainer divides its logits by it too."""
     top_p: float = 1.0
+    """Must be 1: SGLang's log-probs are of the whole distribution."""
     top_k: int = -1
+    """Must be -1, for the same reason."""
     max_new_tokens: int = 32
+    """Longest answer in tokens."""
     samples_per_prompt: int = 8
+    """Answers to each prompt: the group of group-relative advantages."""
     prompts_per_step: int = 16
     """Over all data-parallel leaders together."""
     router: str | None = None
@@ -184,7 +202,9 @@ class MethodConfig:
     """A method by name, with its own parameters (`megatron-rl methods show NAME` lists them)."""
 
     name: str
+    """As `megatron-rl methods` lists it."""
     params: Mapping[str, Any] = field(default_factory=dict)
+    """Its parameters by name; those left out keep their defaults."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +212,9 @@ class ObjectiveConfig:
     """The loss."""
 
     name: str = "grpo"
+    """As `megatron-rl methods` lists it."""
     params: Mapping[str, Any] = field(default_factory=dict)
+    """Its parameters by name; those left out keep their defaults."""
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] | None = None
     """null takes the paper's."""
     entropy: bool = False
@@ -204,7 +226,9 @@ class AdvantageConfig:
     """Group-relative advantages."""
 
     baseline: Literal["mean", "leave-one-out"] = "mean"
+    """What a reward is compared with: its group's mean, or the mean of the others in it."""
     scale_by_std: bool = True
+    """Divide by the group's standard deviation."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +266,7 @@ class DataConfig:
     """Where prompts come from."""
 
     source: Literal["reasoning-gym", "jsonl"] = "reasoning-gym"
+    """Made by reasoning-gym, or read from files."""
     task: str = "chain_sum"
     """Name of the reasoning-gym data set."""
     task_args: Mapping[str, Any] = field(default_factory=dict)
@@ -257,6 +282,7 @@ class DataConfig:
     chat_template: bool = False
     """Wrap the question as a user turn of the tokenizer's chat template."""
     max_prompt_tokens: int = 1024
+    """Longest prompt in tokens."""
 
     def __post_init__(self) -> None:
         for name in ("size", "eval_size", "max_prompt_tokens"):
@@ -287,6 +313,7 @@ class LoggingConfig:
     dir: str = "runs/default"
     """metrics.jsonl, tensorboard/, report.html and checkpoints/ go there."""
     tensorboard: bool = True
+    """Write TensorBoard files too."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """auto shows rich panels on a terminal and plain lines elsewhere."""
 
@@ -302,6 +329,7 @@ class CheckpointConfig:
     resume: bool = True
     """Continue from the newest whole checkpoint under logging.dir, if there is one."""
     save_optimizer: bool = True
+    """Save the optimizer's state too; without it a resumed run starts Adam anew."""
     export: bool = True
     """Also write the final weights in Hugging Face format, to <logging.dir>/hf."""
 
@@ -323,6 +351,7 @@ class TrainConfig:
     tokens_per_micro_batch: int = 4096
     """Positions of one packed micro-batch on one data-parallel rank."""
     seed: int = 0
+    """Of initialisation, data order and sampling."""
     threads: int = 1
     """CPU threads a rank; 0 leaves torch's default."""
     eval_every: int = 0
@@ -345,6 +374,7 @@ class Config:
     rollout: RolloutConfig = RolloutConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     corrections: tuple[MethodConfig, ...] = ()
+    """Corrections and penalties stacked on the objective, in order; each {name: ..., params: {...}}."""
     advantage: AdvantageConfig = AdvantageConfig()
     replay: ReplayConfig = ReplayConfig()
     sync: SyncConfig = SyncConfig()

@@ -20,7 +20,8 @@ overlay=$root/.overlays/megatron-core-$newer_megatron
 
 say() { printf '[install] %s\n' "$*"; }
 fail() { printf '[install] %s\n' "$*" >&2; exit 1; }
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
+# --no-warn-conflicts: SGLang's own pins, which want CUDA, would be listed at every step.
+pip_install() { "$venv/bin/python" -m pip --disable-pip-version-check -qq install --no-warn-conflicts --root-user-action=ignore "$@"; }
 
 device=cpu
 if [[ ${1:-} != --cpu ]] && nvidia-smi -L >/dev/null 2>&1; then device=cuda; fi
@@ -34,40 +35,41 @@ make_venv() {
     command -v "$python" >/dev/null || fail "$python is missing; install Python 3.11 with its venv module, or set PYTHON to one"
     say "make .venv with $("$python" --version)"
     "$python" -m venv "$venv" || fail "$python has no venv module; on Debian and Ubuntu: apt-get install python3.11-venv"
-    pip install --upgrade pip "setuptools>=77" wheel
+    pip_install --upgrade pip "setuptools>=77" wheel
 }
 
 install_cpu() {
     say "torch $torch"
-    pip install "torch==$torch" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
+    pip_install "torch==$torch" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
     say "SGLang $sglang and what it needs on a CPU"   # its own pins want a CUDA build of torch
-    pip install --no-deps "sglang==$sglang"
-    pip install -r patches/requirements-sglang-cpu.txt
+    pip_install --no-deps "sglang==$sglang"
+    pip_install -r patches/requirements-sglang-cpu.txt
     say "patches and megatron_rl with Megatron-core, tests and linters"
-    pip install -e ./patches -e ".[cpu,dev]"
+    pip_install -e ./patches -e ".[cpu,dev]"
     if [[ -d $overlay/megatron/core ]]; then say "Megatron-core $newer_megatron for the tests is there"; return; fi
     say "Megatron-core $newer_megatron for the tests, in .overlays/"
     rm -rf "$overlay"
-    pip install --ignore-requires-python --no-deps --target "$overlay" "megatron-core==$newer_megatron"
+    pip_install --ignore-requires-python --no-deps --target "$overlay" "megatron-core==$newer_megatron"
 }
 
 install_cuda() {
     say "torch, Megatron-core and Transformer Engine for CUDA"
-    pip install "torch>=2.8,<2.15" pybind11 ninja packaging
+    pip_install "torch>=2.8,<2.15" pybind11 ninja packaging
     # Transformer Engine compiles against the torch that is there.
-    pip install --no-build-isolation -e ./patches -e ".[gpu,dev]"
+    pip_install --no-build-isolation -e ./patches -e ".[gpu,dev]"
     say "SGLang brings its own CUDA torch, so it takes an environment of its own, here or on the nodes that serve:"
     say "    $python -m venv .venv-sglang && .venv-sglang/bin/pip install sglang==$sglang smg==1.13.0"
     say "    .venv-sglang/bin/python -m sglang.launch_server --model-path MODEL --enable-return-routed-experts --host 0.0.0.0 --port 30000"
     say "Give the servers as rollout.urls. Keep HiCache off and chunked prefill on: replayed routes depend on both."
 }
 
-if [[ -f $stamp && $(<"$stamp") == "$(fingerprint)" ]]; then
+[[ -f patches/requirements-sglang-cpu.txt ]] || fail "patches/requirements-sglang-cpu.txt is missing; the checkout is not whole"
+wanted=$(fingerprint)   # before installing: an input that changes meanwhile is to be noticed next time
+if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     say "everything is installed in .venv"
     exit 0
 fi
-[[ -f patches/requirements-sglang-cpu.txt ]] || fail "patches/requirements-sglang-cpu.txt is missing; the checkout is not whole"
 make_venv
 "install_$device"
-fingerprint >"$stamp"
+printf '%s\n' "$wanted" >"$stamp"
 say "done in $SECONDS s; next: bash examples/quickstart.sh, or bash tools/test.sh"

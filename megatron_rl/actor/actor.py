@@ -27,13 +27,14 @@ from ..methods.segments import LocalSegments
 from ..routing.layout import Place, local_positions
 from ..routing.replay import Mode, RoutingReplay
 from ..types import PackedBatch, TokenStats
-from .logprobs import VocabShard, logprobs
+from .logprobs import VocabShard, best_tokens, logprobs
 from .metrics import Metrics, mismatch
 from .model import Implementation, PolicyModel, build_chunks, detect_implementation
 from .optimizer import build_optimizer, set_learning_rate, wrap
 from .parallel import Mesh
 
-LossFunction = Callable[[int, PackedBatch, TokenStats], Any]
+Head = Callable[[int, PackedBatch, Tensor], Any]
+"""(index of the micro-batch, the micro-batch, hidden [T, H] on every tensor rank) -> what the last stage makes of it."""
 
 
 @dataclass(frozen=True)
@@ -118,30 +119,30 @@ class Actor:
 
     # -- forward -----------------------------------------------------------------------------------------------------------------
 
-    def _stats(self, chunk: PolicyModel, hidden: Tensor, batch: PackedBatch, entropy: bool) -> TokenStats:
-        """hidden [T / TP, 1, H] of the last stage -> statistics of all T labels."""
-        if self.core.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        weight_VH = chunk.output_weight()
+    def _vocab(self) -> tuple[Tensor, VocabShard]:
+        """This rank's rows of the output projection, on the last stage."""
+        weight_VH = self.chunks[-1].output_weight()
         group = ps.get_tensor_model_parallel_group()
-        shard = VocabShard(start=group.rank() * weight_VH.shape[0], true_size=self.vocab_size, group=group)
+        return weight_VH, VocabShard(start=group.rank() * weight_VH.shape[0], true_size=self.vocab_size, group=group)
+
+    def _stats(self, hidden_TH: Tensor, batch: PackedBatch, entropy: bool) -> TokenStats:
+        weight_VH, shard = self._vocab()
         logp_T, entropy_T = logprobs(
-            hidden.squeeze(1),
+            hidden_TH,
             weight_VH,
-            batch.labels_T.to(hidden.device),
+            batch.labels_T.to(hidden_TH.device),
             shard,
             temperature=self.config.rollout.temperature,
             chunk=self.config.model.logprob_chunk,
         )
         return TokenStats(logp_T, entropy_T if entropy else None)
 
-    def _run(self, batches: Sequence[PackedBatch], routing: Mode, loss: LossFunction, *, train: bool, entropy: bool) -> tuple[list[Any], Any]:
-        """One pass of Megatron's schedule; (what `loss` returned a micro-batch on the last stage, the routing session)."""
+    def _run(self, batches: Sequence[PackedBatch], routing: Mode, head: Head, *, train: bool) -> tuple[list[Any], Any]:
+        """One pass of Megatron's schedule; (what `head` returned a micro-batch, on the last stage; the routing session)."""
 
         def forward_step(iterator: Iterator[tuple[int, PackedBatch]], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             index, batch = next(iterator)
-            chunk = next(i for i, w in enumerate(self.wrapped) if w is model)
-            self.replay.start_micro_batch(chunk, index)
+            self.replay.start_micro_batch(next(i for i, w in enumerate(self.wrapped) if w is model), index)
             hidden = model(
                 input_ids=batch.tokens_T[None].to(self.mesh.device),
                 position_ids=batch.positions_T[None].to(self.mesh.device),
@@ -149,10 +150,12 @@ class Actor:
                 packed_seq_params=packed_seq_params(batch, self.mesh.device),
             )
 
-            def head(output: Tensor, non_loss_data: bool = False) -> Any:
-                return loss(index, batch, self._stats(self.chunks[chunk], output, batch, entropy))
+            def finish(output: Tensor, non_loss_data: bool = False) -> Any:
+                if self.core.sequence_parallel:
+                    output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=True)
+                return head(index, batch, output.squeeze(1))
 
-            return hidden, head
+            return hidden, finish
 
         iterators = [iter(list(enumerate(batches))) for _ in self.wrapped]
         rows = [b.routes_TLK for b in batches]
@@ -180,10 +183,10 @@ class Actor:
             routing: live, replay, record or observe (see `routing.replay`); replay and observe need `routes_TLK`.
         """
 
-        def keep(index: int, batch: PackedBatch, stats: TokenStats) -> tuple[int, TokenStats]:
-            return index, stats
+        def keep(index: int, batch: PackedBatch, hidden_TH: Tensor) -> tuple[int, TokenStats]:
+            return index, self._stats(hidden_TH, batch, entropy)
 
-        results, session = self._run(batches, routing, keep, train=False, entropy=entropy)
+        results, session = self._run(batches, routing, keep, train=False)
         routes, differing = [], []
         layers = self.replay.layer_numbers
         if routing == "record":
@@ -191,6 +194,17 @@ class Actor:
         if routing == "observe":
             differing = [self._join(session.differing.get(i), b) for i, b in enumerate(batches)]
         return Scored([stats for _, stats in sorted(results, key=lambda r: r[0])], routes, differing)
+
+    def next_tokens(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
+        """The likeliest next token after each sequence's last position, routing live: [S] a micro-batch, on every rank."""
+
+        def choose(index: int, batch: PackedBatch, hidden_TH: Tensor) -> tuple[int, Tensor]:
+            last_S = batch.cu_seqlens[1 : batch.num_sequences + 1].long() - 1
+            return index, best_tokens(hidden_TH[last_S.to(hidden_TH.device)], *self._vocab()).cpu()
+
+        results, _ = self._run(batches, "live", choose, train=False)
+        chosen = [tokens for _, tokens in sorted(results, key=lambda r: r[0])]
+        return self.mesh.gather(chosen)[self.mesh.replica_ranks[-1]]
 
     def _join(self, local: Tensor | None, batch: PackedBatch) -> Tensor:
         """Each rank's counts of its own positions and layers, summed over the replica: [T]."""
@@ -225,10 +239,10 @@ class Actor:
         if not stack.has_statistics:
             return {}
 
-        def count(index: int, batch: PackedBatch, stats: TokenStats) -> dict[str, Tensor]:
-            return stack.statistics(self.tokens(batch, stats))
+        def count(index: int, batch: PackedBatch, hidden_TH: Tensor) -> dict[str, Tensor]:
+            return stack.statistics(self.tokens(batch, self._stats(hidden_TH, batch, entropy=False)))
 
-        results, _ = self._run(batches, routing, count, train=False, entropy=False)
+        results, _ = self._run(batches, routing, count, train=False)
         mine: dict[str, Tensor] = {}
         for result in results:
             for name, value in result.items():
@@ -253,10 +267,10 @@ class Actor:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        def objective(index: int, batch: PackedBatch, stats: TokenStats) -> tuple[Tensor, Tensor, Metrics]:
-            return self._loss(batch, stats, stack, over, totals)
+        def objective(index: int, batch: PackedBatch, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+            return self._loss(batch, self._stats(hidden_TH, batch, entropy), stack, over, totals)
 
-        results, _ = self._run(batches, routing, objective, train=True, entropy=entropy)
+        results, _ = self._run(batches, routing, objective, train=True)
         set_learning_rate(self.optimizer, lr)
         applied, grad_norm, _ = self.optimizer.step()
         metrics = Metrics()

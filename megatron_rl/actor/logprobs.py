@@ -53,6 +53,15 @@ def logprobs(
     return logp_T, entropy_T
 
 
+@torch.no_grad()
+def best_tokens(hidden_SH: Tensor, weight_VH: Tensor, shard: VocabShard) -> Tensor:
+    """int64 [S] global id of the largest logit; the smallest id where several are equal."""
+    value_S, column_S = _logits(hidden_SH, weight_VH, shard, 1.0).max(dim=-1)
+    best_S = shard.reduce(value_S.clone(), dist.ReduceOp.MAX)
+    candidate_S = torch.where(value_S == best_S, column_S + shard.start, torch.iinfo(torch.int64).max)
+    return shard.reduce(candidate_S, dist.ReduceOp.MIN)
+
+
 class _ChunkedLogProb(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -49,13 +49,13 @@ class Metrics:
             self.maxima[name] = max(self.maxima.get(name, -torch.inf), value)
 
 
-def reduce(mesh: Mesh, mine: Metrics) -> dict[str, float]:
+def reduce(mesh: Mesh, mine: Metrics, *, counts: bool | None = None) -> dict[str, float]:
     """One number a name, the same on every rank: sum of numerators over sum of denominators, total, or largest.
 
-    Only ranks that report count. A mean whose denominator is 0 is left out: there is nothing to say.
+    `counts` says whether this rank's share counts; None takes `mesh.reports`. A mean whose denominator is 0 is left out: there is nothing to say.
     """
     everyone = Metrics()
-    for part in mesh.gather(mine if mesh.reports else Metrics()):
+    for part in mesh.gather(mine if (mesh.reports if counts is None else counts) else Metrics()):
         everyone.merge(part)
     means = {name: n / d for name, (n, d) in everyone.means.items() if d != 0}
     return means | everyone.totals | everyone.maxima

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,16 +92,9 @@ class Mesh:
 
 
 def prepare_process(threads: int) -> None:
-    """What must happen before the first `import megatron.core`: on a machine without CUDA, the CPU patches."""
+    """CPU threads of this rank; 0 leaves torch's default."""
     if threads:
         torch.set_num_threads(threads)
-    # Megatron warns at import of every optional package that a CPU machine cannot have, and calls collectives by their old names.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-    if not torch.cuda.is_available():
-        from megatron_rl_patches import megatron_core
-
-        megatron_core.install()
 
 
 def launch_context() -> tuple[int, int, int]:

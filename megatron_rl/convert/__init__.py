@@ -1,0 +1,3 @@
+from ..machine import prepare
+
+prepare()

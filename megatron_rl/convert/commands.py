@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
+import torch.distributed as dist
+
 from ..config import (
     Config,
     DataConfig,
@@ -103,7 +105,7 @@ def mcore_to_hf(checkpoint: str, out: str, hf_template: str, parallel: ParallelC
 
 @contextmanager
 def _actor(folder: str, parallel: ParallelConfig, dtype: Dtype | None) -> Iterator[Any]:
-    """An `Actor` of the model in `folder` that does not train, in process groups that end with the block."""
+    """An `Actor` that does not train, in process groups that end with the block unless the process was in some before."""
     hf = read_config(folder)
     family = family_for(hf)
     config = _config(folder, parallel, dtype or _own_dtype(folder))
@@ -113,11 +115,13 @@ def _actor(folder: str, parallel: ParallelConfig, dtype: Dtype | None) -> Iterat
     prepare_process(config.train.threads)
     from ..actor.actor import Actor
 
+    joined = dist.is_initialized()
     mesh = create_mesh(parallel)
     try:
         yield Actor(config, mesh, family, hf, trains=False)
     finally:
-        destroy_mesh()
+        if not joined:
+            destroy_mesh()
 
 
 def _config(folder: str, parallel: ParallelConfig, dtype: Dtype) -> Config:

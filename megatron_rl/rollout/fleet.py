@@ -1,7 +1,7 @@
 """The SGLang servers of a run: started or connected to, checked, addressed together, ended.
 
-The training loop is synchronous and the fleet is not: its connections live in an event loop of their own, in a background thread
-(anyio's blocking portal), so they stay open between steps and a weight broadcast in the main thread can overlap with the request
+The training loop is synchronous and the fleet is not: its connections live in an event loop of their own, in a background thread,
+so they stay open between steps and a weight broadcast in the main thread can overlap with the request
 that announces it.
 """
 
@@ -12,14 +12,12 @@ import atexit
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from anyio.from_thread import start_blocking_portal
-
 from megatron_rl.config import ModelConfig, ModelFacts, RolloutConfig, read_model_facts
+from megatron_rl.rollout.background import BackgroundLoop
 from megatron_rl.rollout.checks import Served, check_served
 from megatron_rl.rollout.client import EngineClient, EngineError, EngineUnreachable, open_session
 from megatron_rl.rollout.launcher import LocalServer, ServerSpec, launch, stop_all, wait_until_ready
@@ -38,6 +36,8 @@ class Engine:
     """None where somebody else started it."""
     tensor: int = 1
     """Its tensor-parallel ranks, as it says itself."""
+    device: str = "cpu"
+    """Where it computes, as it says itself."""
     in_flight: int = 0
     """Samples asked for and not answered."""
 
@@ -55,16 +55,16 @@ class Fleet:
 
     def __init__(self, config: RolloutConfig, model: ModelConfig, *, routes: bool) -> None:
         self.config = config
+        self.model = model
         self.facts: ModelFacts = read_model_facts(model.path)
         self.route_shape: RouteShape | None = read_route_shape(model.path)
         self.routes = routes
         self.engines: list[Engine] = []
         self.router: EngineClient | None = None
         self._unusable: str | None = None
-        self._stack = ExitStack()
-        self._portal = self._stack.enter_context(start_blocking_portal())
-        self._session = self._portal.call(_open_session)
-        self._stack.callback(self._portal.call, self._session.close)
+        self._closed = False
+        self._loop = BackgroundLoop()
+        self._session = self._loop.start(_open_session).result()
         atexit.register(self.close)
 
     @classmethod
@@ -136,9 +136,13 @@ class Fleet:
 
     def close(self) -> None:
         """Ends the servers this fleet launched and closes its connections; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
         atexit.unregister(self.close)
         stop_all([engine.server for engine in self.engines if engine.server is not None])
-        self._stack.close()
+        self.run(self._session.close)
+        self._loop.close()
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -149,6 +153,11 @@ class Fleet:
     def tensor_sizes(self) -> tuple[int, ...]:
         """Tensor-parallel ranks of each server."""
         return tuple(engine.tensor for engine in self.engines)
+
+    @property
+    def whole_on_cpu(self) -> bool:
+        """Whether every server holds whole tensors on CPU, whose checksums are those of plain bytes."""
+        return all(engine.device == "cpu" and engine.tensor == 1 for engine in self.engines)
 
     def run(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         """Awaits `function(*args)` in the fleet's event loop; Ctrl-C interrupts the wait and cancels it."""
@@ -161,7 +170,7 @@ class Fleet:
 
     def start_soon(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Future[Any]:
         """As `run`, without waiting."""
-        return self._portal.start_task_soon(function, *args)
+        return self._loop.start(function, *args)
 
     def versions(self) -> tuple[str, ...]:
         """The weight version each server reports."""
@@ -211,17 +220,23 @@ class Fleet:
 
     async def _check(self, engine: Engine) -> None:
         client = engine.client
-        server, model, vocab_size = await asyncio.gather(client.server_info(), client.model_info(), client.vocab_size())
-        served = Served(client.url, server, model, vocab_size)
+        server, model = await asyncio.gather(client.server_info(), client.model_info())
+        served = Served(client.url, server, model, await client.vocab_size())
         check_served(served, self.facts, self.route_shape, dtype=self.config.dtype, routes=self.routes)
-        engine.tensor = int(server.get("tp_size", 1))
+        engine.tensor = int(server["tp_size"])
+        engine.device = str(server["device"])
 
     async def _each_read(self, path: str) -> list[Any]:
         return await _all([engine.client.read(path) for engine in self.engines])
 
     async def _each_command(self, path: str, bodies: Sequence[Any], timeout: float) -> list[dict[str, Any]]:
-        pairs = zip(self.engines, bodies, strict=True)
-        return await _all([engine.client.command(path, body, timeout=timeout) for engine, body in pairs])
+        return await _all([self._command(engine, path, body, timeout) for engine, body in zip(self.engines, bodies, strict=True)])
+
+    async def _command(self, engine: Engine, path: str, body: Any, timeout: float) -> dict[str, Any]:
+        try:
+            return await engine.client.command(path, body, timeout=timeout)
+        except EngineUnreachable as error:
+            raise await self.explain(error) from error
 
 
 async def _open_session() -> Any:

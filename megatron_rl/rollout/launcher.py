@@ -25,7 +25,7 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.client import EngineClient, EngineError, EngineUnreachable
 
 TAIL_LINES = 25
-STOP_GRACE = 10.0
+STOP_GRACE = 5.0
 """Seconds a server gets to end by itself."""
 CPU_CACHE_TOKENS = 65_536
 """Largest key-value cache the launcher asks for on CPU, where SGLang cannot measure free memory for itself."""
@@ -137,7 +137,7 @@ def _cpu_arguments(config: RolloutConfig, spec: ServerSpec) -> list[str]:
     """Overlap scheduling and CUDA graphs need CUDA; an idle server must leave its core to the trainer."""
     cache = config.max_total_tokens or min(CPU_CACHE_TOKENS, config.max_running_requests * (spec.context_length + 1))
     return [
-        *("--device", "cpu", "--attention-backend", config.attention_backend or "torch_native", "--sampling-backend", "pytorch"),
+        *("--device", "cpu", "--attention-backend", config.attention_backend or "torch_batched", "--sampling-backend", "pytorch"),
         *("--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"),
         *("--max-total-tokens", str(max(cache, spec.context_length + 1)), "--chunked-prefill-size", "2048"),
     ]

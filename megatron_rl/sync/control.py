@@ -21,6 +21,9 @@ class FleetControl(Protocol):
     @property
     def tensor_sizes(self) -> tuple[int, ...]: ...
 
+    @property
+    def whole_on_cpu(self) -> bool: ...
+
     def command(self, path: str, bodies: Sequence[Any] | None = None, *, timeout: float) -> Future[list[dict[str, Any]]]: ...
 
     def versions(self) -> tuple[str, ...]: ...
@@ -87,18 +90,20 @@ def check_versions(fleet: FleetControl, version: int) -> None:
 
 
 def check_checksums(fleet: FleetControl, expected: Checksums, timeout: float) -> None:
-    """Compares every tensor of every server with the trainer's.
+    """Compares every tensor of every server with the trainer's; where those cannot be computed (see checksums.py: CUDA, tensor
+    parallel servers), the servers with each other.
 
     Raises:
         RuntimeError: a tensor differs; names the server and the first such tensors.
     """
     replies = fleet.command("/weights_checker", [{"action": "checksum"}] * len(fleet.urls), timeout=timeout).result()
+    if fleet.whole_on_cpu:
+        for url, reply in zip(fleet.urls, replies, strict=True):
+            difference = expected.difference(reply["ranks"][0]["checksums"])
+            if difference:
+                raise RuntimeError(f"{url}: {difference}")
+        return
+    first = [rank["checksums"] for rank in replies[0]["ranks"]]
     for url, reply in zip(fleet.urls, replies, strict=True):
-        ranks = reply["ranks"]
-        if len(ranks) != 1:
-            raise RuntimeError(
-                f"{url}: checksums of {len(ranks)} tensor-parallel ranks cannot be compared with whole tensors; set sync.verify to never"
-            )
-        difference = expected.difference(ranks[0]["checksums"])
-        if difference:
-            raise RuntimeError(f"{url}: {difference}")
+        if [rank["checksums"] for rank in reply["ranks"]] != first:
+            raise RuntimeError(f"{url}: holds other weights than {fleet.urls[0]}")

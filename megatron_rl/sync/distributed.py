@@ -6,6 +6,7 @@ bucket while this rank broadcasts it, /end_weight_update. gloo on CPU, NCCL on C
 
 from __future__ import annotations
 
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from datetime import timedelta
 from itertools import accumulate
 from threading import Thread
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,9 @@ from megatron_rl.sync.checksums import Checksums
 from megatron_rl.sync.control import FleetControl, check_checksums, check_versions, flush, guarded
 from megatron_rl.sync.plan import Bucket, buckets, cast, mark_last
 
+LOST_PEER = 15.0
+"""Seconds until a broken connection has also broken the request to the same server."""
+
 
 class DistributedSync:
     """A `WeightSync` over a process group that stays open.
@@ -36,14 +41,14 @@ class DistributedSync:
         dtype: what the servers compute in.
         device: where the weights travel: cpu takes gloo, cuda NCCL.
         experts: of the model, for checksums.
-        host: this machine's address as the servers see it.
+        host: this machine's address as the servers see it; None takes the one that leads to the first server.
 
     Raises:
         WeightUpdateError: the group could not be formed.
     """
 
     def __init__(
-        self, fleet: FleetControl, config: SyncConfig, *, dtype: torch.dtype, device: torch.device, experts: int, host: str = "127.0.0.1"
+        self, fleet: FleetControl, config: SyncConfig, *, dtype: torch.dtype, device: torch.device, experts: int, host: str | None = None
     ) -> None:
         self._fleet = fleet
         self._config = config
@@ -53,7 +58,7 @@ class DistributedSync:
         self._verified = False
         # SGLang refuses a name it has seen: a trainer that crashed may have left its group there
         self._name = f"megatron_rl_{uuid.uuid4().hex[:8]}"
-        self._group = self._form_group(host)
+        self._group = self._form_group(host or address_towards(fleet.urls[0]))
 
     def push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """See `WeightSync.push`."""
@@ -123,6 +128,15 @@ class DistributedSync:
         _await_both(self._group.broadcast(bucket.flat.to(self._device), 0), answers, self._config.timeout)
 
 
+def address_towards(url: str) -> str:
+    """The address of this machine from which `url` is reached."""
+    target = urlsplit(url)
+    assert target.hostname is not None, f"{url} has no host"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((target.hostname, target.port or 80))  # sends nothing: it only asks for the route
+        return str(probe.getsockname()[0])
+
+
 def _join(result: Future[Any], backend: str, store: PrefixStore, world: int, name: str, timeout: timedelta) -> None:
     """Becomes rank 0 of a group beside the default one, whose members share no default group; torch has no public function for it.
 
@@ -156,5 +170,11 @@ def _await_both(work: Any, answers: Future[list[dict[str, Any]]], timeout: float
             raise TimeoutError(f"the broadcast did not end within sync.timeout = {timeout:g} s")
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
-    work.wait()
+    try:
+        work.wait()
+    except RuntimeError:
+        wait([answers], LOST_PEER)
+        if answers.done():
+            answers.result()  # a server that ended broke the broadcast, and its own error says more
+        raise
     answers.result()

@@ -12,12 +12,12 @@ from megatron_rl.sync.disk import DiskSync
 from megatron_rl.sync.distributed import DistributedSync
 
 
-def open_sync(config: Config, facts: ModelFacts, fleet: FleetControl, device: torch.device, *, host: str = "127.0.0.1") -> WeightSync:
+def open_sync(config: Config, facts: ModelFacts, fleet: FleetControl, device: torch.device, *, host: str | None = None) -> WeightSync:
     """The configured way, ready to push. Call it on the one rank that talks to the fleet.
 
     Args:
         device: where this rank's weights are.
-        host: this machine's address as the servers see it; used by sync.mode distributed.
+        host: this machine's address as the servers see it, for sync.mode distributed; None finds it out.
     """
     dtype: torch.dtype = getattr(torch, config.rollout.dtype)
     if config.sync.mode == "distributed":

@@ -130,8 +130,8 @@ def attend(
     if queries == 1 and group.bias_BQL is not None:
         # Heads that share a key head ride along as that head's queries: nothing is repeated for grouped-query attention.
         grouped = query_BQHD.view(batch, kv_heads, heads // kv_heads, -1)
-        bias = group.bias_BQL[:, None].to(query_THD.dtype).expand(-1, 1, heads // kv_heads, -1)
-        out_BQHD = scaled_dot_product_attention(grouped, key_BKLD, value_BKLD, attn_mask=bias, scale=scale).reshape(batch, 1, heads, -1)
+        shared = group.bias_BQL[:, None].to(query_THD.dtype).expand(-1, 1, heads // kv_heads, -1)
+        out_BQHD = scaled_dot_product_attention(grouped, key_BKLD, value_BKLD, attn_mask=shared, scale=scale).reshape(batch, 1, heads, -1)
     else:
         bias = None if group.bias_BQL is None else group.bias_BQL[:, None].to(query_THD.dtype)
         out_BQHD = scaled_dot_product_attention(

@@ -1,6 +1,6 @@
 """Run by torchrun: loads tiny checkpoints under each layout asked for and exports them again; rank 0 writes what it saw.
 
-usage: convert.py FOLDER OUT.json '["tensor=2 expert=2", ...]'; FOLDER holds one checkpoint a subfolder, with reference.safetensors
+usage: convert.py FOLDER OUT.json '["moe tensor=2 expert=2", ...]'; FOLDER holds one checkpoint a subfolder, with reference.safetensors
 (tokens, logits) beside the weights.
 """
 
@@ -49,7 +49,7 @@ def export(chunks: list[PolicyModel], reader: HfReader, mesh: Mesh, **options: A
     got = []
     for name, tensor in export_hf(chunks, reader.config, **options):
         if "bucket_bytes" in options:  # the slow export: ranks that drift apart must still meet in the same exchanges
-            time.sleep(random.Random(f"{mesh.rank} {name}").random() * 2e-3)
+            time.sleep(random.Random(f"{mesh.rank} {name}").random() * 5e-4)
         got.append((name, tensor))
     seconds = time.perf_counter() - start
     held = [tensor is not None for _, tensor in got]
@@ -99,7 +99,6 @@ def run(folder: Path, layout: str) -> dict[str, Any]:
         got = logits(chunks[0], reference["tokens"])[:, : reader.config["vocab_size"]]
         result["max_logit_diff"] = float((got - reference["logits"]).abs().max())
     mesh.barrier()
-    destroy_mesh()
     return result
 
 
@@ -122,14 +121,13 @@ def mismatches(folder: Path) -> dict[str, str]:
             next(export_hf(chunks, config))
         except ValueError as error:
             messages[name] = str(error)
-    destroy_mesh()
     return messages
 
 
 def commands(folder: Path, out: Path) -> dict[str, list[str]]:
     """HF -> distributed checkpoint under one layout -> HF under another: the tensors that differ."""
     layouts = {1: (ParallelConfig(), ParallelConfig()), 2: (ParallelConfig(tensor=2), ParallelConfig(pipeline=2))}
-    write, read = layouts[mesh_size()]
+    write, read = layouts[dist.get_world_size()]
     different = {}
     for name in ("moe", "dense"):
         hf_to_mcore(str(folder / name), str(out / name), write)
@@ -139,30 +137,17 @@ def commands(folder: Path, out: Path) -> dict[str, list[str]]:
     return different
 
 
-def mesh_size() -> int:
-    """Ranks that torchrun started."""
-    from megatron_rl.actor.parallel import launch_context
-
-    return launch_context()[2]
-
-
 def main() -> None:
-    folder, out, layouts = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    folder, out, cases = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     seen: dict[str, Any] = {
-        "runs": {
-            f"{path.name} {layout}": run(path, layout)
-            for layout in layouts
-            for path in sorted(p for p in folder.iterdir() if (p / "config.json").is_file())
-            if not ("expert" in layout and path.name == "dense")
-        },
+        "runs": {case: run(folder / case.split()[0], case.partition(" ")[2]) for case in cases},
         "commands": commands(folder, out.parent / f"{out.stem}-checkpoints"),
     }
-    if mesh_size() == 1:
+    if dist.get_world_size() == 1:
         seen["mismatches"] = mismatches(folder)
-    from megatron_rl.actor.parallel import launch_context
-
-    if launch_context()[0] == 0:
+    if dist.get_rank() == 0:
         out.write_text(json.dumps(seen))
+    destroy_mesh()
 
 
 if __name__ == "__main__":

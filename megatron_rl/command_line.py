@@ -1,0 +1,97 @@
+"""From arguments and YAML files to a `Config`, and from jsonargparse's complaints to one line that names field, value and remedy."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from argparse import ArgumentError
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+
+from .config import Config
+
+USAGE_OF_CONFIG = "[--config FILE.yaml]... [--SECTION.FIELD VALUE]... [--print_config]"
+HELP_OF_CONFIG = "YAML files and options are merged from left to right; later ones win. --print_config shows the result."
+
+
+class UserError(ValueError):
+    """A mistake of whoever started the command; its message is all they need to see."""
+
+
+def new_parser(prog: str, description: str, usage: str | None = None) -> ArgumentParser:
+    """A parser that raises instead of exiting, and shows the text below each field in its help."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    return ArgumentParser(prog=prog, description=description, usage=usage, exit_on_error=False)
+
+
+def config_parser(prog: str, description: str) -> ArgumentParser:
+    """A parser with every field of `Config` as --section.field, --config and --print_config. Imports no torch."""
+    parser = new_parser(prog, f"{description} {HELP_OF_CONFIG}", f"{prog} {USAGE_OF_CONFIG}")
+    parser.add_argument("--config", action="config", metavar="FILE.yaml", help="A file with any part of the tree; may be given several times.")
+    parser.add_class_arguments(Config, None, as_group=True)
+    return parser
+
+
+def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
+    """The parsed arguments, dataclasses built.
+
+    Raises:
+        UserError: an unknown key, a value of a wrong type, or one that a dataclass refuses.
+        SystemExit: 0 after --help or --print_config.
+    """
+    try:
+        return parser.instantiate(parser.parse_args(list(arguments)))
+    except ArgumentError as error:
+        raise UserError(explain(str(error), parser.prog)) from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def parse_config(prog: str, description: str, arguments: Sequence[str]) -> Config:
+    """The `Config` that arguments and the files they name ask for. Raises as `parse`."""
+    values = parse(config_parser(prog, description), arguments)
+    return Config(**{field.name: values[field.name] for field in fields(Config)})
+
+
+def explain(message: str, prog: str) -> str:
+    """jsonargparse's message on one line: what is wrong first, then the remedy."""
+    line = " ".join(message.split())
+    remedy = f"see {prog} --help"
+    key = _unknown_key(line)
+    if key is not None:
+        near = difflib.get_close_matches(key, list(config_keys()), n=1)
+        return f"{key}: there is no such key; " + (f"did you mean {near[0]}?" if near else remedy)
+    wrong = re.fullmatch(r'Parser key "([^"]+)": (.*)', line)
+    if wrong is None:
+        return f"{line}; {remedy}"
+    name, reason = wrong.groups()
+    inner = re.search(r"Option '([^']+)' is not accepted", reason)
+    if inner is not None:
+        return f"{name}: an entry has the key {inner[1]!r}, which does not exist; {remedy}"
+    value = re.fullmatch(r"Expected an? (.+)\. Got value: (.*)", reason)
+    if value is None:
+        return f"{name}: {reason}; {remedy}"
+    wanted = re.sub(r"<class '([^']+)'>", r"\1", value[1]).replace("typing.", "")
+    return f"{name}: {value[2]!r} does not fit; use {wanted}"
+
+
+def _unknown_key(line: str) -> str | None:
+    found = re.search(r"[Uu]nrecognized arguments: (?:--)?([^\s=+]+)", line)
+    if found is not None:
+        return found[1]
+    found = re.search(r"Group '([^']+)' does not accept option '([^']+)'", line)
+    if found is not None:
+        return f"{found[1]}.{found[2]}"
+    found = re.match(r"Option '([^']+)' is not accepted", line)
+    return found[1] if found is not None else None
+
+
+def config_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the tree, sections included."""
+    for field in fields(cls):
+        name = f"{prefix}{field.name}"
+        yield name
+        if is_dataclass(field.default):
+            yield from config_keys(type(field.default), f"{name}.")

@@ -1,0 +1,146 @@
+"""The training loop on a page: collect, judge, pack, score, train, sync, log, save."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+
+from .actor.parallel import prepare_process
+from .config import Config
+from .data.supervised import load_supervised
+from .run import Run, open_run, run_averages, write_json
+from .stages import (
+    evaluate_policy,
+    hand_out_mini_batches,
+    judge,
+    optimize,
+    probe,
+    rollout_metrics,
+    sample,
+    score_old,
+    write_greedy_answers,
+)
+from .telemetry.report import write_report
+from .types import Batch
+
+
+def train(config: Config) -> None:
+    """Reinforcement learning from the newest checkpoint of this run, or from model.path."""
+    prepare_process(config.train.threads)
+    with open_run(config, rollout=True) as run:
+        began = time.monotonic()
+        with run.timers("eval"):
+            before = evaluate_policy(run)
+        log(run, before)
+        for step in range(run.state.step, config.train.steps):
+            values = train_step(run, step)
+            if config.train.eval_every and run.state.step % config.train.eval_every == 0 and run.state.step < config.train.steps:
+                with run.timers("eval"):
+                    values |= evaluate_policy(run)
+            log(run, values)
+            if config.checkpoint.every and run.state.step % config.checkpoint.every == 0:
+                with run.timers("checkpoint"):
+                    run.save_checkpoint()
+        finish(run, before, began)
+
+
+def train_step(run: Run, step: int) -> dict[str, float]:
+    """One rollout and its optimizer steps; the new weights are in the servers when it returns."""
+    began = time.monotonic()
+    with run.timers("rollout"):
+        trajectories = sample(run, step)
+    with run.timers("reward"):
+        batch = judge(run, trajectories)
+        values = rollout_metrics(run, batch)
+    with run.timers("pack"):
+        feeds = hand_out_mini_batches(run, batch, step)
+    with run.timers("probe"):
+        values |= probe(run, feeds[0])
+    with run.timers("old log-probs"):
+        feeds = score_old(run, feeds)
+    with run.timers("update"):
+        values |= optimize(run, feeds)
+    with run.timers("sync"):
+        run.state = dataclasses.replace(run.state, step=step + 1, weight_version=run.state.weight_version + 1)
+        run.push_weights()
+    seconds = time.monotonic() - began
+    rate = {"tokens_per_second": values.pop("response/tokens") / seconds, "seconds/step": seconds}
+    return values | rate | {"weight_version": float(run.state.weight_version)}
+
+
+def sft(config: Config) -> None:
+    """Supervised training on data.path with `nll` (or another objective), through the same packing, actor and optimizer."""
+    prepare_process(config.train.threads)
+    with open_run(config, rollout=False) as run:
+        began = time.monotonic()
+        examples = []
+        if run.mesh.is_leader:
+            from .data.prompts import load_tokenizer
+
+            if config.data.path is None:
+                raise ValueError("data.path: None must name a .jsonl file of prompts and completions")
+            tokenizer = load_tokenizer(config.model.path)
+            examples = load_supervised(config.data.path, tokenizer, eos=True, chat_template=config.data.chat_template)
+        for step in range(run.state.step, config.train.steps):
+            started = time.monotonic()
+            batch = None
+            if run.mesh.is_leader:
+                chosen = np.random.default_rng([config.train.seed, step]).choice(len(examples), config.train.batch_size)
+                mine = [examples[i] for i in chosen[run.mesh.data_rank :: run.mesh.data_size]]
+                batch = Batch(tuple(mine), tuple(np.zeros(len(t.tokens), np.float32) for t in mine))
+            with run.timers("pack"):
+                feeds = hand_out_mini_batches(run, batch, step)
+            with run.timers("update"):
+                values = optimize(run, feeds)
+            run.state = dataclasses.replace(run.state, step=step + 1, weight_version=run.state.weight_version + 1)
+            log(run, values | {"seconds/step": time.monotonic() - started})
+            if config.checkpoint.every and run.state.step % config.checkpoint.every == 0:
+                run.save_checkpoint()
+        finish(run, {}, began)
+
+
+def evaluate(config: Config) -> None:
+    """Pass rates, sampled and greedy, of the newest checkpoint of this run, or of model.path."""
+    prepare_process(config.train.threads)
+    with open_run(config, rollout=True) as run:
+        values = evaluate_policy(run) | evaluate_policy(run, greedy=True)
+        run.note(", ".join(f"{name} {value:.4f}" for name, value in values.items()))
+
+
+def log(run: Run, values: dict[str, float]) -> None:
+    """To the files and to people."""
+    values = values | run.timers.drain()
+    if run.writer is not None and values:
+        run.writer.write(run.state.step, values)
+    run.progress.update(run.state.step, values)
+
+
+def finish(run: Run, before: dict[str, float], began: float) -> None:
+    """The last evaluation, checkpoint, export, summary and report."""
+    after = {}
+    if before:
+        with run.timers("eval"):
+            after = evaluate_policy(run)
+    with run.timers("checkpoint"):
+        folder = run.save_checkpoint()
+        exported = run.export() if run.config.checkpoint.export else None
+    if exported and before:
+        with run.timers("greedy answers"):
+            write_greedy_answers(run)
+    log(run, after)
+    run.summary |= {
+        "steps": run.state.step,
+        "seconds": round(time.monotonic() - began, 2),
+        "seconds_by_phase": {k: round(v, 2) for k, v in run.timers.totals.items()},
+        "pass_rate_before": before.get("eval/pass_rate"),
+        "pass_rate_after": after.get("eval/pass_rate"),
+        "checkpoint": str(folder),
+        "export": str(exported) if exported else None,
+    }
+    if run.mesh.is_main:
+        run.summary |= run_averages(run.folder)
+        write_json(run.folder / "summary.json", run.summary)
+        run.note(f"checkpoint {folder}" + (f", Hugging Face export {exported}" if exported else ""))
+        run.note(f"metrics {run.folder / 'metrics.jsonl'}, report {write_report(run.folder)}")
