@@ -69,15 +69,16 @@ config_arguments() { # model folder, user's arguments -> ARGUMENTS
 }
 
 serve() { # every server of this node, until one ends or Ctrl-C
-  local index pids=()
-  trap 'kill "${pids[@]}" 2>/dev/null || true; wait' EXIT
+  local index
+  PIDS=()
+  trap 'kill "${PIDS[@]}" 2>/dev/null || true; wait' EXIT
   mkdir -p "$RUN_DIR/servers"
   for ((index = 0; index < SERVERS_PER_NODE; index++)); do
     server_command "$index"
     "${SERVER[@]}" >"$RUN_DIR/servers/$(hostname)_$index.log" 2>&1 &
-    pids+=($!)
+    PIDS+=($!)
   done
-  wait -n
+  wait -n || true
   echo "a server ended; see $RUN_DIR/servers/" >&2
   exit 1
 }

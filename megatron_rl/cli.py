@@ -167,7 +167,7 @@ def methods(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if (options.action is None) != (options.name is None):
         parser.error("show needs the NAME of a method")
-    from .describe import print_method, print_methods
+    from .listing import print_method, print_methods
 
     if options.name is None:
         print_methods(as_json=options.json)

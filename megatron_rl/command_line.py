@@ -29,7 +29,7 @@ def new_parser(prog: str, description: str, usage: str | None = None) -> Argumen
 def config_parser(prog: str, description: str) -> ArgumentParser:
     """A parser with every field of `Config` as --section.field, --config and --print_config. Imports no torch."""
     parser = new_parser(prog, f"{description} {HELP_OF_CONFIG}", f"{prog} {USAGE_OF_CONFIG}")
-    parser.add_argument("--config", action="config", metavar="FILE.yaml", help="A file with any part of the tree; may be given several times.")
+    parser.add_argument("--config", action="config", metavar="FILE.yaml", help="Any part of the tree; may be given several times.")
     parser.add_class_arguments(Config, None, as_group=True)
     return parser
 
@@ -73,8 +73,13 @@ def explain(message: str, prog: str) -> str:
     value = re.fullmatch(r"Expected an? (.+)\. Got value: (.*)", reason)
     if value is None:
         return f"{name}: {reason}; {remedy}"
-    wanted = re.sub(r"<class '([^']+)'>", r"\1", value[1]).replace("typing.", "")
-    return f"{name}: {value[2]!r} does not fit; use {wanted}"
+    return f"{name}: {value[2]!r} does not fit; use {_readable(value[1])}"
+
+
+def _readable(kind: str) -> str:
+    """A type as jsonargparse prints it, in the words of --help: choices instead of Literal, names instead of classes."""
+    kind = re.sub(r"<class '([^']+)'>", r"\1", kind).replace("typing.", "")
+    return re.sub(r"Literal\[([^]]*)\]", lambda found: "one of " + found[1].replace("'", ""), kind)
 
 
 def _unknown_key(line: str) -> str | None:

@@ -442,9 +442,7 @@ def check_against_model(config: Config, facts: ModelFacts) -> None:
     """Raises ValueError where the layout or the lengths cannot work for this model."""
     p = config.parallel
     _require(facts.heads % p.tensor == 0, "parallel.tensor", p.tensor, f"must divide the model's {facts.heads} attention heads")
-    _require(
-        facts.kv_heads % p.tensor == 0, "parallel.tensor", p.tensor, f"must divide the model's {facts.kv_heads} key-value heads"
-    )
+    _require(facts.kv_heads % p.tensor == 0, "parallel.tensor", p.tensor, f"must divide the model's {facts.kv_heads} key-value heads")
     stages = p.pipeline * (p.virtual_pipeline or 1)
     name = "parallel.pipeline" if stages == p.pipeline else "parallel.pipeline x parallel.virtual_pipeline"
     _require(facts.layers % stages == 0, name, stages, f"must divide the model's {facts.layers} layers")

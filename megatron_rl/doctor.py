@@ -110,11 +110,7 @@ def diagnose(*, engine: bool = True) -> Diagnosis:
 
 
 def _versions() -> Iterator[Check]:
-    python = platform.python_version()
-    if sys.version_info < (3, 11):
-        yield Check("versions", "python", python, "missing", "install Python 3.11 or newer")
-    else:
-        yield Check("versions", "python", python)
+    yield Check("versions", "python", platform.python_version())
     for name, remedy in PACKAGES.items():
         try:
             yield Check("versions", name, version(name))
@@ -124,7 +120,7 @@ def _versions() -> Iterator[Check]:
 
 def _not_installed(name: str, remedy: str) -> Check:
     if name == "sglang" and _has_cuda():
-        return Check("versions", name, "not in this environment", "note", "with CUDA its servers live in another; name them in rollout.urls")
+        return Check("versions", name, "not in this environment", "note", "with CUDA servers live in another one: set rollout.urls")
     return Check("versions", name, "not installed", "missing", f"{remedy} (tools/install.sh installs everything)")
 
 
@@ -202,8 +198,11 @@ def _threads() -> Iterator[Check]:
 
     threads = torch.get_num_threads()
     setting = os.environ.get("OMP_NUM_THREADS")
-    remedy = "" if setting or torch.cuda.is_available() else "set OMP_NUM_THREADS=1: ranks and servers share the cores (torchrun sets it itself)"
-    yield Check("threads", "torch", f"{threads} a process, OMP_NUM_THREADS {setting or 'not set'}", "note" if remedy else "ok", remedy)
+    found = f"{threads} a process, OMP_NUM_THREADS {setting or 'not set'}"
+    if setting or torch.cuda.is_available():
+        yield Check("threads", "torch", found)
+    else:
+        yield Check("threads", "torch", found, "note", "set OMP_NUM_THREADS=1: ranks and servers share the cores (torchrun does so itself)")
 
 
 def _layers() -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +19,13 @@ from .actor.checkpoint import TrainState, folders, load, save
 from .actor.parallel import Mesh, create_mesh, destroy_mesh
 from .config import Config, ModelFacts, check_against_model, read_model_facts
 from .convert.families import family_for
+from .convert.hf import HfWriter
 from .data.prompts import PromptSource, load_tokenizer
 from .methods.registry import Stack, build
 from .rewards.verifiers import Verifier
 from .rewards.verifiers import build as build_verifier
 from .rollout.fleet import Fleet
 from .sync.control import WeightSync
-from .sync.disk import write_checkpoint
 from .sync.open import open_sync
 from .telemetry.metrics import MetricWriter, read_metrics
 from .telemetry.progress import Progress
@@ -77,13 +78,15 @@ class Run:
 
     def export(self) -> Path:
         """The weights in Hugging Face format, in the trainer's dtype, to <folder>/hf. Collective."""
-        weights = self.actor.weights()
         target = self.folder / "hf"
         if self.mesh.is_main:
-            named = ((name, tensor) for name, tensor in weights if tensor is not None)
-            write_checkpoint(named, target, Path(self.config.model.path))
+            shutil.rmtree(target, ignore_errors=True)
+            with HfWriter(target, self.config.model.path) as writer:
+                for name, tensor in self.actor.weights():
+                    assert tensor is not None
+                    writer.add(name, tensor)
         else:
-            for _ in weights:
+            for _ in self.actor.weights():
                 pass
         self.mesh.barrier()
         return target
@@ -134,7 +137,8 @@ def open_run(config: Config, *, rollout: bool) -> Iterator[Run]:
         closing.callback(destroy_mesh)
         if rollout and config.rollout.prompts_per_step % mesh.data_size:
             raise ValueError(
-                f"rollout.prompts_per_step: {config.rollout.prompts_per_step} must be a multiple of the {mesh.data_size} data-parallel groups"
+                f"rollout.prompts_per_step: {config.rollout.prompts_per_step} must be a multiple of the {mesh.data_size} data-parallel "
+                "groups; change it or the layout"
             )
         folder.mkdir(parents=True, exist_ok=True)
         actor = Actor(config, mesh, family_for(hf), hf)

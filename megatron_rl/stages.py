@@ -173,7 +173,9 @@ def evaluate_policy(run: Run, *, greedy: bool = False) -> dict[str, float]:
         sampling = Sampling.from_config(run.config.rollout)
         sampling = dataclasses.replace(sampling, temperature=0.0) if greedy else sampling
         mine = run.held_out.prompts[: run.config.data.eval_size][run.mesh.data_rank :: run.mesh.data_size]
-        answers = score_all(run.verifier, collect(run.fleet, mine, samples=1, sampling=sampling, routes=False, version=run.state.weight_version))
+        answers = score_all(
+            run.verifier, collect(run.fleet, mine, samples=1, sampling=sampling, routes=False, version=run.state.weight_version)
+        )
         passed = torch.tensor([float((t.reward or 0.0) >= 1.0) for t in answers])
         name = "eval/greedy_pass_rate" if greedy else "eval/pass_rate"
         metrics.add({name: as_metric(passed.sum(), float(len(answers)))})

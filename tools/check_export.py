@@ -32,7 +32,9 @@ def with_transformers(folder: Path, prompts: list[list[int]], max_new: int, stop
     for prompt in prompts:
         ids = torch.tensor([prompt])
         with torch.no_grad():
-            out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new, eos_token_id=stop)
+            out = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new, eos_token_id=stop
+            )
         answers.append(out[0, len(prompt) :].tolist())
     return answers
 
@@ -44,7 +46,9 @@ def with_sglang(folder: Path, prompts: list[list[int]], max_new: int, log_dir: P
 
     rollout = dataclasses.replace(RolloutConfig(), dtype="float32", max_new_tokens=max_new, max_running_requests=len(prompts))
     asked = [Prompt(id=str(i), tokens=np.array(p, dtype=np.int32), text="", answer="") for i, p in enumerate(prompts)]
-    with Fleet.start(rollout, ModelConfig(path=str(folder)), routes=False, log_dir=log_dir, context_length=max(map(len, prompts)) + max_new) as fleet:
+    with Fleet.start(
+        rollout, ModelConfig(path=str(folder)), routes=False, log_dir=log_dir, context_length=max(map(len, prompts)) + max_new
+    ) as fleet:
         answers = collect(fleet, asked, samples=1, sampling=Sampling(temperature=0.0, max_new_tokens=max_new), routes=False, version=None)
     return [a.tokens[len(p) :].tolist() for a, p in zip(answers, prompts, strict=True)]
 

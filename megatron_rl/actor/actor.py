@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from ..routing.replay import Mode, RoutingReplay
 from ..types import PackedBatch, TokenStats
 from .logprobs import VocabShard, best_tokens, logprobs
 from .metrics import Metrics, mismatch
-from .model import Implementation, PolicyModel, build_chunks, detect_implementation
+from .model import Implementation, build_chunks, detect_implementation
 from .optimizer import build_optimizer, set_learning_rate, wrap
 from .parallel import Mesh
 
@@ -295,9 +294,7 @@ def packed_seq_params(batch: PackedBatch, device: torch.device) -> PackedSeqPara
     """Megatron's description of the pack (`thd` layout)."""
     cu_seqlens = batch.cu_seqlens.to(device)
     longest = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def with_old(batches: Sequence[PackedBatch], scored: Scored) -> list[PackedBatch]:

@@ -90,7 +90,9 @@ def load(folder: Path, actor: Actor, architecture: str) -> TrainState:
     """
     state = read_state(folder)
     if state.architecture != architecture:
-        raise ValueError(f"checkpoint: {str(folder)!r} holds a {state.architecture}, but model.path is a {architecture}; point it elsewhere")
+        raise ValueError(
+            f"checkpoint: {str(folder)!r} holds a {state.architecture}, but model.path is a {architecture}; point it elsewhere"
+        )
     actor.finish_loading()
     same_ranks = state.world_size == actor.mesh.world_size
     wanted = _sharded(actor, is_loading=True, with_optimizer=state.has_optimizer, with_rng=same_ranks)
@@ -125,7 +127,7 @@ def _sharded(actor: Actor, *, is_loading: bool, with_optimizer: bool, with_rng: 
 def _rng(mesh: Mesh) -> ShardedObject:
     state = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 - the global generator is what other packages draw from
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
@@ -135,7 +137,7 @@ def _rng(mesh: Mesh) -> ShardedObject:
 
 def _restore_rng(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state(state["device"])
     get_cuda_rng_tracker().set_states(state["tracker"])

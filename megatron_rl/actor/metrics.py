@@ -52,7 +52,8 @@ class Metrics:
 def reduce(mesh: Mesh, mine: Metrics, *, counts: bool | None = None) -> dict[str, float]:
     """One number a name, the same on every rank: sum of numerators over sum of denominators, total, or largest.
 
-    `counts` says whether this rank's share counts; None takes `mesh.reports`. A mean whose denominator is 0 is left out: there is nothing to say.
+    `counts` says whether this rank's share counts; None takes `mesh.reports`.
+    A mean whose denominator is 0 is left out: there is nothing to say.
     """
     everyone = Metrics()
     for part in mesh.gather(mine if (mesh.reports if counts is None else counts) else Metrics()):
@@ -62,7 +63,11 @@ def reduce(mesh: Mesh, mine: Metrics, *, counts: bool | None = None) -> dict[str
 
 
 def mismatch(logp_T: Tensor, behaviour_logp_T: Tensor, mask_T: Tensor, suffix: str) -> tuple[dict[str, Metric], dict[str, Tensor]]:
-    """How far the trainer's log-probs are from the engine's: mean |d|, mean k3 = e^d - 1 - d (papers.md 1.3), and max |d|, d = trainer - engine."""
+    """How far the trainer's log-probs are from the engine's, d = trainer - engine.
+
+    Returns:
+        mean |d| and mean k3 = e^d - 1 - d (papers.md 1.3) as pairs, and max |d|; names end in `suffix`.
+    """
     d_M = (logp_T.detach() - behaviour_logp_T)[mask_T].double()
     count = torch.tensor(float(d_M.numel()))
     sums = {

@@ -11,11 +11,10 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import Config, Dtype
 from ..convert.families import Family
@@ -23,6 +22,13 @@ from .attention import PackedAttention
 from .parallel import Mesh
 
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""model.recompute in Megatron's words."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +93,6 @@ def transformer_config(config: Config, family: Family, hf: Mapping[str, Any], ho
     p = config.parallel
     dtype = DTYPES[config.model.dtype]
     interleaved = p.virtual_pipeline is not None
-    recompute: dict[str, Any] = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }[config.model.recompute]
     moe: dict[str, Any] = {
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": how.grouped_gemm,
@@ -105,7 +106,7 @@ def transformer_config(config: Config, family: Family, hf: Mapping[str, Any], ho
     return TransformerConfig(
         **family.transformer_config(hf),
         **moe,
-        **recompute,
+        **RECOMPUTE[config.model.recompute],
         tensor_model_parallel_size=p.tensor,
         sequence_parallel=p.tensor > 1,
         pipeline_model_parallel_size=p.pipeline,
@@ -174,9 +175,3 @@ def build_chunks(
         )
         chunks.append(chunk.to(device=mesh.device, dtype=core.params_dtype))
     return core, chunks
-
-
-def moe_layer_numbers(chunks: list[PolicyModel]) -> tuple[int, ...]:
-    """Megatron's global 1-based layer numbers of the MoE layers on this rank."""
-    modules: list[nn.Module] = [m for chunk in chunks for m in chunk.modules()]
-    return tuple(sorted(int(m.layer_number) for m in modules if isinstance(m, MoELayer)))  # type: ignore[arg-type]

@@ -1,8 +1,6 @@
 """Whole conversions between Hugging Face folders and Megatron distributed checkpoints, in one process or under torchrun.
 
 The layout only says over how many ranks the work is spread: a Megatron distributed checkpoint loads under any other.
-Megatron is imported inside the functions, because on a machine without CUDA its patches must come first; an import for type
-checkers alone would not do, since jsonargparse runs those too.
 """
 
 from __future__ import annotations
@@ -11,10 +9,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch.distributed as dist
 
+from ..actor.actor import Actor
+from ..actor.checkpoint import STATE, TrainState, folders, load, save
+from ..actor.parallel import create_mesh, destroy_mesh, prepare_process
 from ..config import (
     Config,
     DataConfig,
@@ -50,8 +51,6 @@ def hf_to_mcore(folder: str, out: str, parallel: ParallelConfig | None = None, d
     if Path(out).exists():
         raise ValueError(f"out: {out!r} exists already; remove it or choose another folder")
     with _actor(folder, parallel or ParallelConfig(), dtype) as actor:
-        from ..actor.checkpoint import TrainState, save
-
         actor.load_hf(folder)
         state = TrainState(
             step=0,
@@ -87,8 +86,6 @@ def mcore_to_hf(checkpoint: str, out: str, hf_template: str, parallel: ParallelC
     if Path(out).exists():
         raise ValueError(f"out: {out!r} exists already; remove it or choose another folder")
     with _actor(hf_template, parallel or ParallelConfig(), dtype) as actor:
-        from ..actor.checkpoint import load
-
         load(_newest(Path(checkpoint)), actor, actor.hf["architectures"][0])
         if not actor.mesh.is_main:
             for _ in actor.weights():
@@ -104,17 +101,13 @@ def mcore_to_hf(checkpoint: str, out: str, hf_template: str, parallel: ParallelC
 
 
 @contextmanager
-def _actor(folder: str, parallel: ParallelConfig, dtype: Dtype | None) -> Iterator[Any]:
+def _actor(folder: str, parallel: ParallelConfig, dtype: Dtype | None) -> Iterator[Actor]:
     """An `Actor` that does not train, in process groups that end with the block unless the process was in some before."""
     hf = read_config(folder)
     family = family_for(hf)
     config = _config(folder, parallel, dtype or _own_dtype(folder))
     check_against_model(config, read_model_facts(folder))
-    from ..actor.parallel import create_mesh, destroy_mesh, prepare_process
-
     prepare_process(config.train.threads)
-    from ..actor.actor import Actor
-
     joined = dist.is_initialized()
     mesh = create_mesh(parallel)
     try:
@@ -146,8 +139,6 @@ def _own_dtype(folder: str) -> Dtype:
 
 
 def _newest(checkpoint: Path) -> Path:
-    from ..actor.checkpoint import STATE, folders
-
     if (checkpoint / STATE).is_file():
         return checkpoint
     whole = folders(checkpoint)

@@ -7,6 +7,7 @@ agree on the largest, and `pack` fills exactly so many (splitting bins, then add
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -125,7 +126,7 @@ def _pack_one(batch: Batch, members: list[int], length: int, experts: int, like:
             out[: len(joined)] = torch.from_numpy(joined.astype(_NUMPY[dtype]))
         return out
 
-    positions = np.concatenate([np.arange(b - a) for a, b in zip(boundaries[:-1], boundaries[1:], strict=True)])
+    positions = np.concatenate([np.arange(b - a) for a, b in pairwise(boundaries)])
     sequence = np.repeat(np.arange(len(spans)), spans)
     return PackedBatch(
         tokens_T=column([t.tokens[:-1] for t in chosen], 0, torch.int64),

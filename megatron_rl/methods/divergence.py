@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from .estimators import binary_kl, binary_tv, top_k_kl, top_k_tv
+from .estimators import binary_kl, binary_tv, partition, partition_kl, partition_tv
 from .objective import Need, pair_needs
 from .tokens import Tokens
 
@@ -21,9 +21,11 @@ def divergence_T(tokens: Tokens, which: Divergence, anchor: Anchor) -> Tensor:
         return binary_tv(logp_T, base_logp_T)
     if which == "binary_kl":
         return binary_kl(logp_T, base_logp_T)
-    assert tokens.top_k is not None, "the loop must provide what Stack.needs names"
-    against_old = anchor == "theta/old"
-    return (top_k_tv if which == "top_k_tv" else top_k_kl)(logp_T, base_logp_T, tokens.top_k, against_old)
+    top_k = tokens.top_k
+    assert top_k is not None, "the loop must provide what Stack.needs names"
+    pi = partition(logp_T, top_k.logp_TK, top_k.has_label_T)
+    base = partition(base_logp_T, top_k.anchor(anchor), top_k.has_label_T)
+    return partition_tv(pi, base) if which == "top_k_tv" else partition_kl(pi, base)
 
 
 def divergence_needs(which: Divergence, anchor: Anchor) -> frozenset[Need]:

@@ -4,7 +4,8 @@
     L_t = -A_t sg[ min(r_t, ratio_cap) ] M_t log theta_t,   r = theta/mu
 
 D: binary or top-K, TV or KL(mu || theta). The paper anchors at mu and reports that anchoring at old destabilises; the anchor is a switch
-because other papers disagree. Advantages are meant without the standard deviation.
+because other papers disagree. The weight already contains old/mu: `tis` and its kin on top would
+apply it twice. Advantages are meant without the standard deviation.
 """
 
 from __future__ import annotations

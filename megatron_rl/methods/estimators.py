@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .tokens import LOG_RATIO_LIMIT, TopK
+from .tokens import LOG_RATIO_LIMIT
 
 GUARD = 1e-8
 """Added inside logarithms of the partition KLs, as in the public code of DPPO (2602.04879)."""
@@ -50,28 +50,23 @@ def binary_kl(logp: Tensor, behaviour_logp: Tensor) -> Tensor:
     return kl.clamp(min=0)
 
 
-def _partition(logp_T: Tensor, behaviour_logp_T: Tensor, top_k: TopK, against_old: bool) -> tuple[Tensor, Tensor]:
-    """Probabilities of the partition {each of the top-K and the label}, {rest}: two [T, K + 2]. The label's own cell is empty when it
-    already is among the K, and "rest" is 1 minus the others, in fp32, at least 0."""
-    base_TK = top_k.old_logp_TK if against_old else top_k.behaviour_logp_TK
+def partition(label_logp_T: Tensor, candidates_TK: Tensor, has_label_T: Tensor) -> Tensor:
+    """[T, K + 2] one policy's probabilities of {each of the top-K}, {label}, {rest}.
 
-    def cells(candidates_TK: Tensor, label_T: Tensor) -> Tensor:
-        own_T = torch.where(top_k.has_label_T, torch.zeros_like(label_T), label_T.exp())
-        named = torch.cat([candidates_TK.exp(), own_T[:, None]], dim=1)
-        return torch.cat([named, (1 - named.sum(dim=1, keepdim=True)).clamp(min=0)], dim=1)
-
-    return cells(top_k.logp_TK, logp_T), cells(base_TK, behaviour_logp_T)
+    The label's own cell is empty where it is among the K. "rest" is 1 minus the others, in fp32 or better, at least 0.
+    """
+    own_T = torch.where(has_label_T, torch.zeros_like(label_logp_T), label_logp_T.exp())
+    named = torch.cat([candidates_TK.exp(), own_T[:, None]], dim=1)
+    return torch.cat([named, (1 - named.sum(dim=1, keepdim=True)).clamp(min=0)], dim=1)
 
 
-def top_k_tv(logp_T: Tensor, behaviour_logp_T: Tensor, top_k: TopK, against_old: bool = False) -> Tensor:
-    """[T] total variation on the partition of the K candidates, the label and the rest; binary <= top-K <= exact."""
-    pi, mu = _partition(logp_T, behaviour_logp_T, top_k, against_old)
+def partition_tv(pi: Tensor, mu: Tensor) -> Tensor:
+    """[T] total variation of two policies on the same partition; binary <= top-K <= exact."""
     return (pi - mu).abs().sum(dim=1) / 2
 
 
-def top_k_kl(logp_T: Tensor, behaviour_logp_T: Tensor, top_k: TopK, against_old: bool = False) -> Tensor:
+def partition_kl(pi: Tensor, mu: Tensor) -> Tensor:
     """[T] KL(mu || pi) on the same partition; binary <= top-K <= exact."""
-    pi, mu = _partition(logp_T, behaviour_logp_T, top_k, against_old)
     return (mu * torch.log((mu + GUARD) / (pi + GUARD))).sum(dim=1).clamp(min=0)
 
 

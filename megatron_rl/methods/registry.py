@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,16 @@ def lookup(name: str, kinds: tuple[Kind, ...], field: str) -> Method:
         other = f" ({name} is a {method.kind})" if method else ""
         raise ValueError(f"{field}: {name!r} is not a known {' or '.join(kinds)}{other}; choose one of: {known}")
     return method
+
+
+REMEDIES: dict[Need, str] = {
+    "old": "an old-policy forward at the start of the step",
+    "turns": "the turn index of every token; collect multi-turn trajectories",
+    "top_k": "the top-K log-probs of every token; have the engine return them and the actor score them",
+    "uniform": "one uniform a token; pass uniform.token_uniforms",
+    "router_shift": "the router's scores under the old policy; only mixture-of-experts models have them",
+    "reference": "the log-probs of a frozen reference policy; name one",
+}
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,13 @@ class Stack:
     def needs(self) -> frozenset[Need]:
         """What the forward passes and the rollout must provide."""
         return frozenset().union(*(part.needs for part in self.parts))
+
+    def check_available(self, available: Collection[Need]) -> None:
+        """Raises ValueError, before anything runs, if a method needs what this run does not provide."""
+        for part in self.parts:
+            for need in sorted(part.needs - set(available)):
+                kind = "objective" if part is self.objective else "corrections"
+                raise ValueError(f"{kind}: {part.method.name!r} needs {REMEDIES[need]}; this run has none. Provide it or choose another")
 
     @property
     def has_statistics(self) -> bool:

@@ -29,7 +29,7 @@ class SISConfig(ppo.ClipParams):
 def accepted_T(tokens: Tokens) -> Tensor:
     """[T] bool, which tokens count as drawn by theta."""
     assert tokens.top_k is not None and tokens.uniform_T is not None, "the loop must provide what Stack.needs names"
-    envelope_T = (tokens.top_k.logp_TK - tokens.top_k.old_logp_TK).amax(dim=1)
+    envelope_T = (tokens.top_k.logp_TK - tokens.top_k.anchor("theta/old")).amax(dim=1)
     chance_T = ratio(tokens.detached_log_ratio("theta/old") - envelope_T)
     return tokens.top_k.has_label_T & (tokens.uniform_T < chance_T)
 

@@ -32,12 +32,18 @@ class TopK:
 
     logp_TK: Tensor
     """fp32 log theta of each candidate."""
-    old_logp_TK: Tensor
-    """fp32 log old."""
-    behaviour_logp_TK: Tensor
-    """fp32 log mu."""
     has_label_T: Tensor
     """bool, the label is among the candidates."""
+    behaviour_logp_TK: Tensor | None = None
+    """fp32 log mu; for methods anchored at mu."""
+    old_logp_TK: Tensor | None = None
+    """fp32 log old; for methods that need "old"."""
+
+    def anchor(self, pair: Literal["theta/old", "theta/mu"]) -> Tensor:
+        """[T, K] log-probs under the pair's denominator."""
+        base_TK = self.old_logp_TK if pair == "theta/old" else self.behaviour_logp_TK
+        assert base_TK is not None, f"the top-K were not scored by the denominator of {pair}"
+        return base_TK
 
 
 @dataclass(frozen=True)
@@ -87,16 +93,12 @@ class Tokens:
             x = x if x.dtype == torch.float64 else x.float()
             return torch.where(mask_T if x.ndim == 1 else mask_T[:, None], x, torch.zeros_like(x))
 
-        def optional(x_T: Tensor | None) -> Tensor | None:
-            return None if x_T is None else clean(x_T).detach()
+        def optional(x: Tensor | None) -> Tensor | None:
+            return None if x is None else clean(x).detach()
 
         if top_k is not None:
-            top_k = TopK(
-                clean(top_k.logp_TK).detach(),
-                clean(top_k.old_logp_TK).detach(),
-                clean(top_k.behaviour_logp_TK).detach(),
-                top_k.has_label_T & mask_T,
-            )
+            mu_TK, old_TK = optional(top_k.behaviour_logp_TK), optional(top_k.old_logp_TK)
+            top_k = TopK(clean(top_k.logp_TK).detach(), top_k.has_label_T & mask_T, mu_TK, old_TK)
         return Tokens(
             logp_T=clean(logp_T),
             old_logp_T=clean(old_logp_T).detach(),

@@ -20,7 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .estimators import k2, k3, top_k_kl
+from .divergence import divergence_T
+from .estimators import k2, k3
 from .objective import Correction, Method, Need, Pair, Tokens, pair_needs, ratio
 from .params import CorrectionParams
 
@@ -58,11 +59,10 @@ class TRMConfig(CorrectionParams):
 
 def _accept_S(tokens: Tokens, config: TRMConfig) -> Tensor:
     """[S] verdicts of max, mean and both."""
-    log_T = tokens.detached_log_ratio(config.pair)
-    if config.source == "top_k":
-        assert tokens.top_k is not None, "the loop must provide what Stack.needs names"
-        for_max_T = for_mean_T = top_k_kl(*tokens.logps(config.pair), tokens.top_k, config.pair == "theta/old")
+    if config.source == "top_k" and config.pair != "old/mu":
+        for_max_T = for_mean_T = divergence_T(tokens, "top_k_kl", config.pair)
     else:
+        log_T = tokens.detached_log_ratio(config.pair)
         for_max_T, for_mean_T = k2(log_T), k3(log_T)
     largest, mean = _DEFAULTS[config.criterion]
     accept_S = torch.ones_like(tokens.segments.count(), dtype=torch.bool)

@@ -147,23 +147,23 @@ class _Collection:
 
     async def _request(self, prompt: Prompt, group: str, first: int) -> list[Trajectory]:
         count = min(self.per_request, self.samples - first)
-        rids = [f"{group}.{first + k}" for k in range(count)]
+        rid = f"{group}.{first}"
         body: dict[str, Any] = {
-            "rid": rids[0],
+            "rid": rid,
             "input_ids": [int(token) for token in prompt.tokens],
             "sampling_params": self.sampling.parameters() | {"n": count},
             "return_logprob": True,
         }
         if self.expected.route_shape is not None:
             body["return_routed_experts"] = True
-        what = f"request {rids[0]} (prompt {prompt.id})"
+        what = f"request {rid} (prompt {prompt.id})"
         async with self.slots:
             engine = min(self.fleet.engines, key=lambda engine: engine.in_flight)
             client = self.fleet.router or engine.client
             replies = await self._send(engine, client, body, count, what)
         if len(replies) != count:
             raise EngineError(f"{client.url}: {what}: {len(replies)} answers to {count} samples")
-        return [trajectory(reply, prompt, group, rid, client.url, self.expected) for reply, rid in zip(replies, rids, strict=True)]
+        return [trajectory(reply, prompt, group, f"{group}.{first + k}", client.url, self.expected) for k, reply in enumerate(replies)]
 
     async def _send(self, engine: Engine, client: EngineClient, body: dict[str, Any], count: int, what: str) -> list[dict[str, Any]]:
         engine.in_flight += count

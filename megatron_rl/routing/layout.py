@@ -5,7 +5,6 @@ Legend: T positions of the pack (padding included), L MoE layers of the whole mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,8 +65,3 @@ def check_routes(routes_TLK: Tensor, experts: int, what: str) -> None:
     ordered = routes_TLK.long().sort(dim=-1).values
     if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
         raise ValueError(f"{what}: a token is sent to one expert twice; the engine's routes are broken (see sgl-project/sglang#12162)")
-
-
-def moe_layer_numbers(pattern: Sequence[int]) -> tuple[int, ...]:
-    """Megatron's 1-based layer numbers of the MoE layers, from its moe_layer_freq pattern (1 for MoE, 0 for dense)."""
-    return tuple(i + 1 for i, is_moe in enumerate(pattern) if is_moe)

@@ -38,7 +38,7 @@ class TorchBatchedAttnBackend(TorchNativeAttnBackend):
             return
         if forward_batch.forward_mode.is_decode():
             self._plan = plan_decode(table, rows, forward_batch.seq_lens.tolist())
-        elif forward_batch.forward_mode.is_extend():
+        elif forward_batch.forward_mode.is_extend() and forward_batch.extend_prefix_lens is not None:
             self._plan = plan_extend(table, rows, forward_batch.extend_prefix_lens.tolist(), forward_batch.extend_seq_lens.tolist())
 
     def _run_sdpa_forward_decode(self, query: torch.Tensor, output: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -18,7 +18,13 @@ def torchrun(worker: str, *args: str, processes: int, timeout: float = 240, path
         path: a folder to put first on the module path (an overlay with another megatron-core).
     """
     env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, [path, str(ROOT), os.environ.get("PYTHONPATH")])))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(processes),
+    ]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(ROOT / "tests/dist/workers" / worker), *args]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:

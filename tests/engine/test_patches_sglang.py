@@ -62,22 +62,11 @@ class Server:
     def __init__(self, backend: str, model: Path, log: Path) -> None:
         self.port = _free_port()
         self.log = log
-        command = [sys.executable, "-m", "megatron_rl_patches.sglang.launch_server", "--die-with-parent", "--model-path", str(model)]
-        command += [
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-            "--device",
-            "cpu",
-            "--dtype",
-            "float32",
-            "--attention-backend",
-            backend,
-        ]
-        command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup"]
-        command += ["--max-total-tokens", "16384", "--max-running-requests", "32", "--chunked-prefill-size", str(CHUNK), "--sleep-on-idle"]
-        command += ["--enable-return-routed-experts"]
+        options = f"""
+            --host 127.0.0.1 --port {self.port} --device cpu --dtype float32 --attention-backend {backend} --sampling-backend pytorch
+            --disable-cuda-graph --disable-overlap-schedule --skip-server-warmup --sleep-on-idle --enable-return-routed-experts
+            --max-total-tokens 16384 --max-running-requests 32 --chunked-prefill-size {CHUNK} --die-with-parent"""
+        command = [sys.executable, "-m", "megatron_rl_patches.sglang.launch_server", "--model-path", str(model), *options.split()]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with log.open("w") as sink:
             starter = [sys.executable, "-c", STARTER, *command]

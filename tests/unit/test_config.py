@@ -115,7 +115,10 @@ def test_an_answer_must_fit_a_micro_batch() -> None:
         ),
         ({"expert": 3}, "parallel.expert: 3 must divide the model's 128 experts"),
         # Zig-zag halves on 3 ranks: 2 x 3 = 6 does not divide 4096.
-        ({"context": 3}, "train.tokens_per_micro_batch: 4096 must be a multiple of 6 (tensor 1, context 3), or positions cannot be split evenly"),
+        (
+            {"context": 3},
+            "train.tokens_per_micro_batch: 4096 must be a multiple of 6 (tensor 1, context 3), or positions cannot be split evenly",
+        ),
     ],
 )
 def test_a_layout_must_divide_the_model(parallel: dict[str, int], message: str) -> None:
@@ -177,7 +180,9 @@ def parsed(*arguments: str) -> Config:
 
 def test_files_then_options_later_ones_win(tmp_path: Path) -> None:
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("optimizer: {lr: 3e-4, min_lr: 1e-5}\nobjective: {name: ppo, params: {clip_low: 0.1}}\nrollout: {urls: ['http://a:1']}\n")
+    first.write_text(
+        "optimizer: {lr: 3e-4, min_lr: 1e-5}\nobjective: {name: ppo, params: {clip_low: 0.1}}\nrollout: {urls: ['http://a:1']}\n"
+    )
     second.write_text("optimizer: {min_lr: 2e-5}\ncorrections:\n- {name: tis, params: {cap: 3.0}}\n- name: geo_rs\n")
     config = parsed("--config", str(first), "--config", str(second), "--optimizer.lr", "1e-4", "--data.task_args", "{min_terms: 3}")
     assert config.optimizer == OptimizerConfig(lr=1e-4, min_lr=2e-5)

@@ -16,7 +16,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"run"}),
     frozenset({"stages"}),
     frozenset({"loop"}),
-    frozenset({"command_line", "preflight", "describe", "doctor"}),
+    frozenset({"command_line", "preflight", "listing", "doctor"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
 )

@@ -136,29 +136,29 @@ def test_observe_counts_layers_that_choose_another_set() -> None:
     assert session.differing[0].tolist() == [0, 1, 0, 2, 0]
 
 
+def run(model: Model, replay: RoutingReplay, rows: list[Tensor | None], inputs: list[Tensor], order: list[int]) -> None:
+    """A session over two micro-batches in which those of `order` are forwarded."""
+    with replay.session("replay", rows, micro_batches=2):
+        for i in order:
+            replay.start_micro_batch(0, i)
+            model(inputs[i])
+
+
 def test_what_is_missing_or_left_over_is_an_error_that_says_where() -> None:
     model, inputs = Model(), data(2)
     replay = RoutingReplay([model], Router)
-    rows = [routes(len(x), 2, seed=i) for i, x in enumerate(inputs)]
-    with pytest.raises(RuntimeError, match=r"layer 2 never routed micro-batches \[1\] of 2"), replay.session("replay", rows, micro_batches=2):
-        replay.start_micro_batch(0, 0)
-        model(inputs[0])
-    with pytest.raises(RuntimeError, match="layer 2 routes micro-batch 0 a second time"), replay.session("replay", rows, micro_batches=2):
-        replay.start_micro_batch(0, 0)
-        model(inputs[0])
-        model(inputs[0])
+    rows: list[Tensor | None] = [routes(len(x), 2, seed=i) for i, x in enumerate(inputs)]
+    with pytest.raises(RuntimeError, match=r"layer 2 never routed micro-batches \[1\] of 2"):
+        run(model, replay, rows, inputs, [0])
+    with pytest.raises(RuntimeError, match="layer 2 routes micro-batch 0 a second time"):
+        run(model, replay, rows, inputs, [0, 0])
     with pytest.raises(RuntimeError, match=r"micro-batch 0, layer 2: routes \(6, 2\) for 5 tokens"):
-        with replay.session("replay", [rows[1], rows[0]], micro_batches=2):
-            replay.start_micro_batch(0, 0)
-            model(inputs[0])
-    with pytest.raises(ValueError, match="needs routes for each of 2 micro-batches"), replay.session("replay", [None, None], micro_batches=2):
-        pass
-    with pytest.raises(RuntimeError, match="routes for 1 layers, this rank has 2"), replay.session("replay", [r[:, :1] for r in rows], micro_batches=2):
-        pass
-    # after all these failures the routers are free again
-    with replay.session("live", micro_batches=1):
-        replay.start_micro_batch(0, 0)
-        model(inputs[0])
+        run(model, replay, rows[::-1], inputs, [0])
+    with pytest.raises(ValueError, match="needs routes for each of 2 micro-batches"):
+        run(model, replay, [None, None], inputs, [])
+    with pytest.raises(RuntimeError, match="routes for 1 layers, this rank has 2"):
+        run(model, replay, [r[:, :1] for r in rows if r is not None], inputs, [])
+    run(model, replay, rows, inputs, [0, 1])  # after all these failures the routers are free again
 
 
 def test_two_models_in_one_process_do_not_share_routes() -> None:

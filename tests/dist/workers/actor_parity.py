@@ -67,7 +67,13 @@ def run(model: str, options: dict[str, Any]) -> dict[str, Any] | None:
         chosen = range(mesh.data_rank, len(whole.trajectories), mesh.data_size)
         mine = Batch(tuple(whole.trajectories[i] for i in chosen), tuple(whole.advantages[i] for i in chosen))
     batch = feed.hand_out(
-        mesh, actor.places, mine, budget=options.get("budget", 64), experts=actor.experts, max_tokens=32, multiple=actor.micro_batch_multiple
+        mesh,
+        actor.places,
+        mine,
+        budget=options.get("budget", 64),
+        experts=actor.experts,
+        max_tokens=32,
+        multiple=actor.micro_batch_multiple,
     )
     stack = build(config.objective, config.corrections)
     scored = actor.score(batch.micro_batches, routing)

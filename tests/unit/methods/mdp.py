@@ -5,6 +5,7 @@ Legend: P paths (V^T), T positions, V vocabulary. All fp64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,8 +58,8 @@ class Tree:
         """[P, T] A_t = E[R | first t + 1 tokens] - E[R | first t tokens]."""
         return torch.stack([self.return_to_go(policy, t + 1) - self.return_to_go(policy, t) for t in range(self.horizon)], dim=1)
 
-    def per_context(self, f) -> Tensor:  # noqa: ANN001 - (mu [C, V], pi [C, V]) -> [C]
-        """[P, T] a divergence of the two policies in every context that a path passes through."""
+    def per_context(self, f: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """[P, T] a divergence (mu [C, V], pi [C, V]) -> [C] of the two policies in every context that a path passes through."""
         return torch.stack([f(self.mu[t], self.pi[t])[self.context(t)] for t in range(self.horizon)], dim=1)
 
     @property

@@ -105,7 +105,8 @@ def constant_advantages(batch: Sequence[Seq]) -> list[Seq]:
 def on_policy(batch: Sequence[Seq]) -> list[Seq]:
     """The same with theta = old = mu."""
     return [
-        dataclasses.replace(s, old=s.logp, mu=s.logp, top_old=s.top_theta, top_mu=s.top_theta, shift=torch.zeros_like(s.logp)) for s in batch
+        dataclasses.replace(s, old=s.logp, mu=s.logp, top_old=s.top_theta, top_mu=s.top_theta, shift=torch.zeros_like(s.logp))
+        for s in batch
     ]
 
 
@@ -143,7 +144,7 @@ def pack(batch: Sequence[Seq], leaves: Sequence[Tensor], totals: dict[str, Tenso
     segments = DetachedSegments(sequence_T, mask_T, len(batch), joined([s.turns for s in batch], -1))
     logp_T = joined(list(leaves), garbage)
     logp_T = torch.where(mask_T, logp_T, garbage)
-    top_k = TopK(field("top_theta"), field("top_old"), field("top_mu"), joined([s.has_label for s in batch], True))
+    top_k = TopK(field("top_theta"), joined([s.has_label for s in batch], True), field("top_mu"), field("top_old"))
     return Tokens.of(
         logp_T, field("old"), field("mu"), field("advantages"), segments, totals,
         top_k=top_k, uniform_T=field("uniform"), router_shift_T=field("shift"), reference_logp_T=field("reference"),
@@ -189,7 +190,9 @@ def evaluate(
     return Outcome(float(loss.detach()), list(grads), metrics, clipped)
 
 
-def stack(objective: str, params: dict | None = None, corrections: Sequence[tuple[str, dict]] = (), aggregation: str | None = None) -> Stack:
+def stack(
+    objective: str, params: dict | None = None, corrections: Sequence[tuple[str, dict]] = (), aggregation: str | None = None
+) -> Stack:
     """A stack from names."""
     return registry.build(
         ObjectiveConfig(objective, params or {}, aggregation),  # type: ignore[arg-type]

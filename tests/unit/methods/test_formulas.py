@@ -384,7 +384,8 @@ def test_snis_divides_by_the_mean_over_the_mini_batch() -> None:
     batch = random_batch(24)
     rows = [Row(s, s.logp) for s in batch]
     for level in ("sequence", "token"):
-        outcome = evaluate(stack("policy_gradient", {"weight": "none"}, [("snis", {"level": level})], "token-mean"), batch, [[0], [1, 2, 3]])
+        built = stack("policy_gradient", {"weight": "none"}, [("snis", {"level": level})], "token-mean")
+        outcome = evaluate(built, batch, [[0], [1, 2, 3]])
         raw = [row.log("old/mu").exp() if level == "token" else row.log("old/mu").sum().exp().expand(row.n) for row in rows]
         mean = torch.cat(raw).mean() if level == "token" else torch.stack([w[0] for w in raw]).mean()
         total = sum(row.n for row in rows)

@@ -27,7 +27,8 @@ from .packs import evaluate, make, pack, stack
 
 
 def test_group_advantages() -> None:
-    """Rewards 1, 0, 0 with mean 1/3 and population deviation sqrt(2)/3: sqrt(2), -1/sqrt(2) twice. An all-equal group and a lone one give 0."""
+    """Rewards 1, 0, 0 with mean 1/3 and population deviation sqrt(2)/3 give sqrt(2) and -1/sqrt(2) twice; an all-equal group and a
+    lone member give 0."""
     rewards, groups = [1.0, 0.5, 0.0, 0.5, 0.0, 3.0], ["a", "b", "a", "b", "a", "c"]
     assert group_advantages(rewards, groups) == pytest.approx([math.sqrt(2), 0, -math.sqrt(0.5), 0, -math.sqrt(0.5), 0], abs=1e-5)
     assert group_advantages(rewards, groups, scale_by_std=False) == pytest.approx([2 / 3, 0, -1 / 3, 0, -1 / 3, 0])
@@ -119,7 +120,7 @@ def test_uniforms_belong_to_the_token() -> None:
     order = torch.randperm(10000, generator=torch.Generator().manual_seed(1))
     assert torch.equal(token_uniforms(sample[order], position[order], 7), u[order])
     assert u.dtype == torch.float32
-    assert 0 <= float(u.min())
+    assert float(u.min()) >= 0
     assert float(u.max()) < 1
     assert not torch.equal(token_uniforms(sample, position, 8), u)
     assert not torch.equal(token_uniforms(position, sample, 7), u)
@@ -149,7 +150,7 @@ def test_sis_accepts_tokens_as_if_theta_had_drawn_them() -> None:
 
 def test_trm_max_rejects_by_length_and_geometric_tests_do_not() -> None:
     """Statement 11: each token violates independently with probability p: TRM-Max accepts (1 - p)^T, whatever the size of the violation."""
-    p, lengths, n = 0.02, (5, 50), 1500
+    p, lengths, n = 0.02, (5, 50), 600
     generator = torch.Generator().manual_seed(4)
     for length in lengths:
         batch = []

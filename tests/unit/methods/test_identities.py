@@ -231,8 +231,8 @@ def test_partitions_are_ordered() -> None:
     exact = {"tv": estimators.exact_tv(pi, mu), "kl": estimators.exact_kl(pi, mu)}
     for k in (1, 2, 4, 7, 8):
         ids = mu.topk(k, dim=1).indices
-        top = estimators.TopK(pi.gather(1, ids), mu.gather(1, ids), mu.gather(1, ids), (ids == label).any(1))
-        now = {"tv": estimators.top_k_tv(own_pi, own_mu, top), "kl": estimators.top_k_kl(own_pi, own_mu, top)}
+        cells = [estimators.partition(own, p.gather(1, ids), (ids == label).any(1)) for own, p in ((own_pi, pi), (own_mu, mu))]
+        now = {"tv": estimators.partition_tv(*cells), "kl": estimators.partition_kl(*cells)}
         for name in ("tv", "kl"):
             assert (previous[name] <= now[name] + 1e-6).all(), (name, k)  # 1e-8 guards each logarithm
             assert (now[name] <= exact[name] + 1e-6).all(), (name, k)

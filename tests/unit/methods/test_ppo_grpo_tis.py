@@ -174,10 +174,10 @@ def test_effective_sample_size_from_the_metrics() -> None:
     assert metrics["tis/weight_mean"] ** 2 / metrics["tis/weight_square_mean"] == pytest.approx(1.25**2 / 2.125)
 
 
-def test_corrections_multiply(rho: float = 1.5) -> None:
+def test_corrections_multiply() -> None:
     """tis caps at 1.2, snis at its default divides by the mean of its own weights (1.5): 1.2 * 1."""
     t = torch.tensor([-1.0], dtype=torch.float64)
-    s = make(t, t, t - math.log(rho))
+    s = make(t, t, t - math.log(1.5))
     outcome = evaluate(stack("policy_gradient", {"weight": "none"}, [("tis", {"cap": 1.2}), ("snis", {})]), [s])
     assert -outcome.grads[0].item() == pytest.approx(1.2)
 

@@ -11,7 +11,7 @@ import pytest
 
 import megatron_rl.methods
 from megatron_rl.config import MethodConfig, ObjectiveConfig
-from megatron_rl.methods import registry
+from megatron_rl.methods import describe, registry
 from megatron_rl.methods.catalog import METHODS
 
 from .packs import stack
@@ -38,6 +38,11 @@ def test_every_method_documents_itself(method: registry.Method) -> None:
     config = method.config()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.anything = 1
+    if method.name != "nll":  # maximum likelihood has no entry in papers.md
+        assert set(re.findall(r"\[([FCDAIN])\]", describe.formula(method))) >= set(method.evidence)
+    for parameter in describe.parameters(method):
+        assert parameter.default == getattr(config, parameter.name)
+        assert len(parameter.doc) > 10, f"{parameter.name} does not say what it means"
     assert registry.Part(method, config).needs <= {"old", "turns", "top_k", "uniform", "router_shift", "reference"}
 
 
@@ -147,6 +152,15 @@ def test_unknown_and_misplaced_names() -> None:
 )
 def test_needs_follow_the_switches(case: Any, needs: set[str]) -> None:
     assert stack(*case).needs == needs
+
+
+def test_a_stack_that_the_run_cannot_feed_is_refused() -> None:
+    built = stack("ppo", {}, [("trm", {"source": "top_k"})])
+    built.check_available({"old", "top_k"})
+    with pytest.raises(ValueError, match="corrections: 'trm' needs the top-K log-probs"):
+        built.check_available({"old"})
+    with pytest.raises(ValueError, match="objective: 'sorl' needs the turn index"):
+        stack("sorl").check_available({"old"})
 
 
 def test_aggregation_is_the_papers_unless_overridden() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -35,10 +36,12 @@ class Pack:
     def values(self) -> torch.Tensor:
         return torch.tensor([r[1] for r in self.rows], dtype=torch.float64)
 
-    def per_sequence(self, f) -> list[float]:  # noqa: ANN001 - a function of the list of loss values
+    def per_sequence(self, f: Callable[[list[float]], float]) -> list[float]:
+        """f of each sequence's loss values."""
         return [f([x for x, m, _ in s if m]) for s in self.sequences]
 
-    def per_token(self, f) -> list[float]:  # noqa: ANN001 - a function of (loss values, index among them, turns)
+    def per_token(self, f: Callable[[list[float], int, list[int]], float]) -> list[float]:
+        """f of (loss values, index among them, turns) at each loss token; 0 elsewhere."""
         out = []
         for s in self.sequences:
             kept = [(x, turn) for x, m, turn in s if m]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from .fields import default_of, field_docs, type_text
 from .methods.catalog import METHODS
+from .methods.describe import formula
 from .methods.objective import Method
 
 KINDS = ("objective", "correction", "penalty")
@@ -31,8 +33,7 @@ def method_record(method: Method) -> dict[str, Any]:
         "aggregation": method.aggregation if method.kind == "objective" else None,
         "needs": sorted(needs),
         "params": [
-            {"name": f.name, "type": type_text(hints[f.name]), "default": default_of(f), "doc": docs[f.name]}
-            for f in fields(method.config)
+            {"name": f.name, "type": type_text(hints[f.name]), "default": default_of(f), "doc": docs[f.name]} for f in fields(method.config)
         ],
     }
 
@@ -41,7 +42,7 @@ def print_methods(*, as_json: bool) -> None:
     """Every method, objectives first."""
     records = [method_record(m) for kind in KINDS for m in sorted(METHODS.values(), key=lambda m: m.name) if m.kind == kind]
     if as_json:
-        print(json.dumps(records, indent=1))
+        sys.stdout.write(json.dumps(records, indent=1) + "\n")
         return
     table = Table("name", "kind", "unit", "needs", "paper", "summary", box=None, header_style="bold")
     for record in records:
@@ -60,10 +61,11 @@ def print_method(name: str, *, as_json: bool) -> None:
         raise ValueError(f"method: {name!r} is unknown; choose one of: {', '.join(sorted(METHODS))}")
     record = method_record(METHODS[name])
     if as_json:
-        print(json.dumps(record, indent=1))
+        sys.stdout.write(json.dumps(record, indent=1) + "\n")
         return
     console = _console()
     console.print(f"[bold]{record['name']}[/] ({record['kind']}, per {record['unit']}): {record['summary']}")
+    console.print(formula(METHODS[name]).strip(), style="dim", markup=False, highlight=False)
     console.print(f"paper {record['paper']} [dim]evidence {record['evidence']}[/]", highlight=False)
     if record["aggregation"]:
         console.print(f"aggregation {record['aggregation']}", highlight=False)

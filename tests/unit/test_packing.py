@@ -1,0 +1,125 @@
+"""Packing loses nothing, invents nothing, and keeps to the budget."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.data.packing import count_bins, first_fit, pack, split_bins
+from megatron_rl.types import Batch, Prompt, Trajectory
+
+LAYERS, K, EXPERTS = 3, 2, 5
+
+
+def trajectory(n: int, seed: int, routes: bool = True) -> Trajectory:
+    rng = np.random.default_rng(seed)
+    mask = np.arange(n) >= max(1, n // 2)
+    return Trajectory(
+        prompt=Prompt("p", np.zeros(1, np.int32), "", ""),
+        group="g",
+        tokens=rng.integers(1, 100, n).astype(np.int32),
+        loss_mask=mask,
+        behaviour_logp=np.where(mask, -rng.random(n), np.nan).astype(np.float32),
+        versions=np.where(mask, seed, -1).astype(np.int32),
+        turns=np.where(mask, 0, -1).astype(np.int32),
+        routes=np.argsort(rng.random((n - 1, LAYERS, EXPERTS)), -1)[..., :K].astype(np.uint8) if routes else None,
+        finish_reason="stop",
+        text="",
+    )
+
+
+def batch_of(lengths: list[int]) -> Batch:
+    trajectories = tuple(trajectory(n, i) for i, n in enumerate(lengths))
+    return Batch(trajectories, tuple(np.where(t.loss_mask, i + 1.0, 0.0).astype(np.float32) for i, t in enumerate(trajectories)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(2, 30), min_size=1, max_size=20),
+    multiple=st.sampled_from([1, 2, 4]),
+    extra=st.integers(0, 3),
+    uniform=st.booleans(),
+)
+def test_every_token_is_packed_once_with_its_own_row(lengths: list[int], multiple: int, extra: int, uniform: bool) -> None:
+    budget = 64
+    batch = batch_of(lengths)
+    count = count_bins([n - 1 for n in lengths], budget) + extra
+    packed = pack(batch, budget=budget, multiple_of=multiple, micro_batches=count, uniform=uniform, experts=EXPERTS)
+    assert len(packed) == count
+    assert not uniform or len({p.length for p in packed}) == 1
+    seen: list[int] = []
+    for p in packed:
+        assert p.length % multiple == 0
+        assert p.routes_TLK is not None
+        assert p.cu_seqlens[0] == 0
+        assert p.cu_seqlens[-1] == p.length
+        for s, sample in enumerate(p.sample_S.tolist()):
+            here = slice(int(p.cu_seqlens[s]), int(p.cu_seqlens[s + 1]))
+            if sample < 0:
+                assert not p.mask_T[here].any()
+                continue
+            seen.append(sample)
+            t = batch.trajectories[sample]
+            assert p.tokens_T[here].tolist() == t.tokens[:-1].tolist()
+            assert p.labels_T[here].tolist() == t.tokens[1:].tolist()
+            assert p.mask_T[here].tolist() == t.loss_mask[1:].tolist()
+            assert p.positions_T[here].tolist() == list(range(len(t.tokens) - 1))
+            assert p.advantages_T[here].tolist() == batch.advantages[sample][1:].tolist()
+            assert np.array_equal(p.behaviour_logp_T[here].numpy(), t.behaviour_logp[1:], equal_nan=True)
+            assert t.routes is not None
+            assert np.array_equal(p.routes_TLK[here].numpy(), t.routes)
+            assert (p.sequence_T[here] == s).all()
+        padding = p.sequence_T == p.num_sequences
+        assert not p.mask_T[padding].any()
+        ordered = p.routes_TLK[padding].long().sort(-1).values
+        assert (ordered[..., 1:] != ordered[..., :-1]).all()
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), extra=st.integers(0, 5))
+def test_bins_keep_to_the_budget_and_none_is_empty_while_sequences_last(lengths: list[int], extra: int) -> None:
+    bins = split_bins(lengths, count_bins(lengths, 64) + extra, 64)
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in b) <= 64 for b in bins)
+    assert sum(bool(b) for b in bins) == min(len(bins), len(lengths))
+
+
+def test_bins_are_evened_out() -> None:
+    """Four bins of budget 100 hold forty tens in one go as 100 each; five bins must come out at 80 each, not 100 and 0."""
+    bins = split_bins([10] * 40, 5, 100)
+    assert sorted(sum(10 for _ in b) for b in bins) == [80] * 5
+
+
+def test_first_fit_decreasing_by_hand() -> None:
+    # 6 | 5 4 | 3 2 : 6+4 would exceed 9, 5+4 fits, 3+6 fits in the first
+    assert [sorted(b) for b in first_fit([5, 6, 4, 3, 2], 9)] == [[1, 3], [0, 2], [4]]
+
+
+def test_a_sequence_longer_than_the_budget_is_a_users_error() -> None:
+    with pytest.raises(ValueError, match=r"train.tokens_per_micro_batch: 16 cannot hold a sequence of 20 positions; raise it"):
+        count_bins([20, 3], 16)
+
+
+def test_a_rank_with_fewer_sequences_than_micro_batches_gets_fillers_without_loss() -> None:
+    packed = pack(batch_of([4]), budget=16, micro_batches=3, experts=EXPERTS)
+    assert [p.num_sequences for p in packed] == [1, 1, 1]
+    assert sorted(int(p.mask_T.sum()) for p in packed) == [0, 0, 2]
+    assert all(p.length >= 2 for p in packed)
+
+
+def test_routes_of_some_trajectories_only_are_refused() -> None:
+    mixed = Batch((trajectory(4, 0), trajectory(4, 1, routes=False)), (np.zeros(4, np.float32),) * 2)
+    with pytest.raises(ValueError, match="no routes, while others of the batch have them"):
+        pack(mixed, budget=16, experts=EXPERTS)
+
+
+def test_padding_in_numbers() -> None:
+    packed = pack(batch_of([4, 3]), budget=16, multiple_of=4, experts=EXPERTS)[0]
+    # 3 + 2 positions, padded to 8: the padding is a sequence of its own
+    assert packed.cu_seqlens.tolist() == [0, 3, 5, 8]
+    assert packed.positions_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert packed.sequence_T.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert torch.isnan(packed.behaviour_logp_T[5:]).all()
