@@ -20,7 +20,7 @@ setup(
         "transformers>=5.3,<6",
         "tokenizers>=0.22",
         "safetensors>=0.5",
-        "jsonargparse>=4.40,<5",
+        "jsonargparse[signatures]>=4.49,<5",
         "PyYAML>=6",
         "aiohttp>=3.10,<4",
         "anyio>=4.4,<5",

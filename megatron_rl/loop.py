@@ -73,14 +73,16 @@ def train_step(run: Run, step: int) -> dict[str, float]:
 def sft(config: Config) -> None:
     """Supervised training on data.path with `nll` (or another objective), through the same packing, actor and optimizer."""
     prepare_process(config.train.threads)
+    if config.objective.name != "nll":
+        raise ValueError(f"objective.name: {config.objective.name!r} needs rewards, and sft has none; set it to nll")
+    if config.data.path is None:
+        raise ValueError("data.path: None must name a .jsonl file of prompts and completions")
     with open_run(config, rollout=False) as run:
         began = time.monotonic()
         examples = []
         if run.mesh.is_leader:
             from .data.prompts import load_tokenizer
 
-            if config.data.path is None:
-                raise ValueError("data.path: None must name a .jsonl file of prompts and completions")
             tokenizer = load_tokenizer(config.model.path)
             examples = load_supervised(config.data.path, tokenizer, eos=True, chat_template=config.data.chat_template)
         for step in range(run.state.step, config.train.steps):

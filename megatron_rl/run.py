@@ -210,7 +210,7 @@ def _open_rollout(run: Run, closing: ExitStack) -> None:
         closing.callback(run.sync.close)
     urls = mesh.broadcast(run.fleet.urls if run.fleet else None)
     if mesh.is_leader and run.fleet is None:
-        run.fleet = closing.enter_context(Fleet.connect(urls, config.rollout, config.model, routes=run.wants_routes))
+        run.fleet = closing.enter_context(Fleet.connect(urls, config.rollout, config.model, routes=run.wants_routes, router=config.rollout.router))
     if mesh.is_leader:
         run.prompts = PromptSource(config.data, run.tokenizer, config.train.seed, split="train")
         if config.data.source != "jsonl" or config.data.eval_path:

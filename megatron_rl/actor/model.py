@@ -11,7 +11,6 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -151,7 +150,6 @@ def layer_specs(config: TransformerConfig, how: Implementation, vp_stage: int | 
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-        assert isinstance(layer.mlp, ModuleSpec)
     block.layer_norm = RMSNorm
     return block
 

@@ -93,7 +93,7 @@ class Fleet:
             EngineError: a server ended or did not answer in time; with its last log lines.
         """
         if config.urls:
-            return cls.connect(config.urls, config, model, routes=routes)
+            return cls.connect(config.urls, config, model, routes=routes, router=config.router)
         fleet = cls(config, model, routes=routes)
         try:
             longest = min(context_length or fleet.facts.max_positions, fleet.facts.max_positions)

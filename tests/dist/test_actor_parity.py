@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.launch import torchrun
+from tests.dist.launch import ROOT, torchrun
 from tools.make_tiny_moe import make_tiny_moe
 
 ONE_PROCESS: dict[str, dict[str, Any]] = {
@@ -32,6 +32,15 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "PP2 VPP2 selective recompute": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "budget": 32, "recompute": "selective"},
     "DP2": {},
 }
+NEWER_MEGATRON = ROOT / ".overlays/megatron-core-0.19.2"
+ON_NEWER_MEGATRON: dict[str, dict[str, Any]] = {
+    "TP2 EP2 on 0.19.2": {"parallel": {"tensor": 2, "expert": 2}},
+    "PP2 VPP2 selective recompute on 0.19.2": {
+        "parallel": {"pipeline": 2, "virtual_pipeline": 2},
+        "budget": 32,
+        "recompute": "selective",
+    },
+}
 EQUAL = [*(k for k in ONE_PROCESS if k not in ("one", "live routes")), *TWO_PROCESSES]
 
 
@@ -49,7 +58,22 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", EQUAL)
 def test_layout_equals_one_process(results: dict[str, Any], layout: str) -> None:
-    expected, found = results["one"], results[layout]
+    assert_same(results["one"], results[layout])
+
+
+@pytest.mark.skipif(not NEWER_MEGATRON.is_dir(), reason="tools/install.sh puts megatron-core 0.19.2 into .overlays")
+def test_megatron_core_0_19_2_equals_0_16_1(results: dict[str, Any], tmp_path: Path) -> None:
+    """The older version in one process is the oracle of the newer one in two."""
+    make_tiny_moe(tmp_path / "model")
+    out = tmp_path / "newer.json"
+    torchrun("actor_parity.py", str(tmp_path / "model"), str(out), json.dumps(ON_NEWER_MEGATRON), processes=2, path=str(NEWER_MEGATRON))
+    found = json.loads(out.read_text())
+    assert found.keys() == ON_NEWER_MEGATRON.keys()
+    for layout in found.values():
+        assert_same(results["one"], layout)
+
+
+def assert_same(expected: dict[str, Any], found: dict[str, Any]) -> None:
     for step in (0, 1):
         for name, value in expected["steps"][step].items():
             # 1e-5 relative is fp32 summation order; a share of tokens near a clip bound must not move at all.

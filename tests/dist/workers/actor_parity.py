@@ -61,7 +61,7 @@ def run(model: str, options: dict[str, Any]) -> dict[str, Any] | None:
     actor = Actor(config, mesh, family_for(hf), hf)
     actor.load_hf(model)
     routing = options.get("routing", "replay")
-    whole = make_batch(hf["vocab_size"], actor.moe_layers or 1, hf.get("num_experts", 4), hf.get("num_experts_per_tok", 2))
+    whole = make_batch(hf["vocab_size"], actor.moe_layers or 1, actor.experts, hf["num_experts_per_tok"])
     mine = None
     if mesh.is_leader:
         chosen = range(mesh.data_rank, len(whole.trajectories), mesh.data_size)

@@ -250,3 +250,22 @@ def test_length_neutral_weights() -> None:
     spent = t.segments.sum((ratio(t.drift_T) - 1).abs() * weight_T).item()
     assert spent == pytest.approx(0.145511, abs=6e-7)
     assert spent / t.segments.sum(weight_T).item() == pytest.approx(0.163479, abs=6e-7)
+
+
+def test_kpop_looks_in_both_directions() -> None:
+    """KL of {0.1, 0.9} from {0.01, 0.99}: 0.1 ln 10 + 0.9 ln(0.9/0.99) = 0.1445; the other way 0.01 ln 0.1 + 0.99 ln 1.1 = 0.0713.
+    An upper bound between them drops the token whichever policy is the likelier."""
+    x, y = (torch.tensor([p], dtype=torch.float64).log() for p in (0.1, 0.01))
+    for old, mu in ((x, y), (y, x)):
+        for upper, kept in ((0.1, 0.0), (0.144, 0.0), (0.145, 1.0)):
+            outcome = evaluate(stack("policy_gradient", {}, [("kpop", {"upper": upper})]), [make(old, old, mu)])
+            assert outcome.metrics["kpop/kept_share"] == kept
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_masks_of_several_corrections_all_have_to_pass(order: int) -> None:
+    """IcePop's [0.8, 5] drops token 3, its neighbour's second moment token 4; the weights of the two multiply on the rest."""
+    corrections = [("icepop", {"low": 0.8}), ("m2po", {}), ("tis", {"cap": 1.1})][::order]
+    old = MU.log() + D
+    outcome = evaluate(stack("policy_gradient", {"weight": "none"}, corrections, SUM), [make(old, old, MU.log())])
+    close(-outcome.grads[0], [1, 1.105171 * 1.1, 0, 0, 0.951229**2], 2e-6)
