@@ -98,7 +98,7 @@ def _serve(arguments: Sequence[str]) -> int:
     serve(
         config.rollout,
         config.model,
-        routes=facts.is_moe and (config.replay.mode == "R3" or config.replay.probe),
+        routes=facts.is_moe and (config.replay.mode == "R3" or config.replay.probe_every > 0),
         log_dir=Path(config.logging.dir) / "servers",
         announce=lambda url: print(url, flush=True),
         context_length=config.data.max_prompt_tokens + config.rollout.max_new_tokens,

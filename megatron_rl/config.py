@@ -237,8 +237,11 @@ class ReplayConfig:
 
     mode: Literal["none", "R2", "R3"] = "R3"
     """none: the trainer routes live. R2: it replays its own old-policy routes. R3: it replays the engine's routes."""
-    probe: bool = True
-    """Score one micro-batch a step without replay too, so that the log shows what replay removes."""
+    probe_every: int = 1
+    """Steps between probes, which score one micro-batch live too, so that the log shows what replay removes; 0 for never."""
+
+    def __post_init__(self) -> None:
+        _require(self.probe_every >= 0, "replay.probe_every", self.probe_every, "must not be negative; 0 switches probes off")
 
 
 @dataclass(frozen=True)

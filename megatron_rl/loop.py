@@ -57,7 +57,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     with run.timers("pack"):
         feeds = hand_out_mini_batches(run, batch, step)
     with run.timers("probe"):
-        values |= probe(run, feeds[0])
+        values |= probe(run, feeds[0], step)
     with run.timers("old log-probs"):
         feeds = score_old(run, feeds)
     with run.timers("update"):

@@ -57,7 +57,7 @@ class Run:
     @property
     def wants_routes(self) -> bool:
         """Whether the rollout must return routed experts: to replay them or to compare with them."""
-        return self.facts.is_moe and (self.config.replay.mode == "R3" or self.config.replay.probe)
+        return self.facts.is_moe and (self.config.replay.mode == "R3" or self.config.replay.probe_every > 0)
 
     def note(self, text: str) -> None:
         """One line for people, from rank 0."""
@@ -206,7 +206,7 @@ def _open_rollout(run: Run, closing: ExitStack) -> None:
                 seed=config.train.seed,
             )
         )
-        run.sync = open_sync(config, run.facts, run.fleet, mesh.device, host=config.rollout.host)
+        run.sync = open_sync(config, run.facts, run.fleet, mesh.device)
         closing.callback(run.sync.close)
     urls = mesh.broadcast(run.fleet.urls if run.fleet else None)
     if mesh.is_leader and run.fleet is None:

@@ -18,7 +18,7 @@ from .rewards.verifiers import score_all
 from .rollout.collector import Sampling, collect
 from .routing.replay import Mode
 from .run import Run, write_json
-from .types import Batch, Prompt, Trajectory, as_metric
+from .types import Batch, PackedBatch, Prompt, Trajectory, as_metric
 
 SCORING: dict[str, Mode] = {"none": "live", "R2": "record", "R3": "replay"}
 """How the old-policy forward routes, by replay.mode."""
@@ -92,24 +92,28 @@ def score_old(run: Run, feeds: Sequence[Feed]) -> list[Feed]:
     return [dataclasses.replace(f, micro_batches=with_old(f.micro_batches, run.actor.score(f.micro_batches, routing))) for f in feeds]
 
 
-def probe(run: Run, feed: Feed) -> dict[str, float]:
-    """The gap to the engine on the first micro-batches, with the engine's routes and without: what replay removes."""
-    batches = feed.micro_batches[: run.actor.micro_batch_multiple]
-    if not run.wants_routes or not run.config.replay.probe:
+def probe(run: Run, feed: Feed, step: int) -> dict[str, float]:
+    """The gap to the engine on the first micro-batch, with the engine's routes and without: what replay removes."""
+    every = run.config.replay.probe_every
+    if not every or step % every or not run.wants_routes:
         return {}
+    batches = feed.micro_batches[: run.actor.micro_batch_multiple]
     metrics = Metrics()
-    routings: tuple[tuple[Mode, str], ...] = (("observe", "live"), ("replay", "replay"))
-    for routing, suffix in routings:
-        scored = run.actor.score(batches, routing)
-        for batch, stats in zip(batches, scored.stats, strict=False):
-            means, maxima = mismatch(stats.logp_T, batch.behaviour_logp_T.to(stats.logp_T), batch.mask_T.to(stats.logp_T.device), suffix)
-            metrics.add(means, maxima=maxima)
-        if routing == "observe":
-            metrics.merge(_routing_metrics(run, feed, scored))
-    return reduce(run.mesh, metrics)
+    live = run.actor.score(batches, "observe")
+    metrics.merge(_routing_metrics(feed, live, run.actor.moe_layers)).merge(_mismatch(batches, live, "live"))
+    return reduce(run.mesh, metrics.merge(_mismatch(batches, run.actor.score(batches, "replay"), "replay")))
 
 
-def _routing_metrics(run: Run, feed: Feed, scored: Scored) -> Metrics:
+def _mismatch(batches: Sequence[PackedBatch], scored: Scored, suffix: str) -> Metrics:
+    metrics = Metrics()
+    for batch, stats in zip(batches, scored.stats, strict=False):
+        device = stats.logp_T.device
+        means, maxima = mismatch(stats.logp_T, batch.behaviour_logp_T.to(device), batch.mask_T.to(device), suffix)
+        metrics.add(means, maxima=maxima)
+    return metrics
+
+
+def _routing_metrics(feed: Feed, scored: Scored, moe_layers: int) -> Metrics:
     """How many tokens (and token-layers) the trainer would route otherwise than the engine did; padding left out."""
     metrics = Metrics()
     for batch, differing_T in zip(feed.micro_batches, scored.differing, strict=False):
@@ -118,7 +122,7 @@ def _routing_metrics(run: Run, feed: Feed, scored: Scored) -> Metrics:
         metrics.add(
             {
                 "routing/token_mismatch_share": as_metric((real_T & (differing_T > 0)).sum(), count),
-                "routing/layer_mismatch_share": as_metric(torch.where(real_T, differing_T, 0).sum(), count * run.actor.moe_layers),
+                "routing/layer_mismatch_share": as_metric(torch.where(real_T, differing_T, 0).sum(), count * moe_layers),
             }
         )
     return metrics

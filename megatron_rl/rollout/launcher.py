@@ -180,7 +180,10 @@ def launch(config: RolloutConfig, spec: ServerSpec, log_dir: Path) -> list[Local
 
 
 async def wait_until_ready(server: LocalServer, client: EngineClient, timeout: float) -> None:
-    """Returns once /model_info answers.
+    """Returns once /model_info answers, with the server's start-up objects taken out of garbage collection.
+
+    SGLang asks itself to /freeze_gc after its warm-up; with --skip-server-warmup it asks before it listens, and fails. On CPU every
+    flush then walks all that it ever imported: half a second.
 
     Raises:
         EngineError: the server ended, or `timeout` seconds passed; with its last log lines.
@@ -192,7 +195,7 @@ async def wait_until_ready(server: LocalServer, client: EngineClient, timeout: f
             raise EngineError(reason)
         try:
             await client.request("GET", "/model_info", timeout=5.0)
-            return
+            break
         except EngineUnreachable:
             pass  # not listening yet
         if time.monotonic() > deadline:
@@ -200,6 +203,7 @@ async def wait_until_ready(server: LocalServer, client: EngineClient, timeout: f
                 f"{server.url}: no answer within rollout.start_timeout = {timeout:g} s; last lines of {server.log}:\n{log_tail(server.log)}"
             )
         await asyncio.sleep(0.2)
+    await client.request("POST", "/freeze_gc", timeout=max(5.0, deadline - time.monotonic()))
 
 
 def stop_all(servers: Sequence[LocalServer]) -> None:

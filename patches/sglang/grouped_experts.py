@@ -12,6 +12,7 @@ import torch
 from megatron_rl_patches.core import Anchor, Patch
 from torch.nn import functional
 
+from .bf16_products import is_slow
 from .version import SGLANG, TESTED
 
 GROUPED_MM_ALIGNMENT = 16
@@ -36,10 +37,17 @@ def grouped_experts(
     order = ids.argsort()
     ends_E = torch.bincount(ids, minlength=w13_E2FH.shape[0]).cumsum(0, dtype=torch.int32)
     rows = x_TH.index_select(0, order // ids_TK.shape[1])
-    gate, up = functional.grouped_mm(rows, w13_E2FH.transpose(1, 2), offs=ends_E).chunk(2, dim=-1)
-    rows = functional.grouped_mm(functional.silu(gate).mul_(up), w2_EHF.transpose(1, 2), offs=ends_E)
+    gate, up = _grouped(rows, w13_E2FH, ends_E).chunk(2, dim=-1)
+    rows = _grouped(functional.silu(gate).mul_(up), w2_EHF, ends_E)
     out_TKH = torch.empty_like(rows).index_copy_(0, order, rows).view(*ids_TK.shape, -1)
     return torch.bmm(weights_TK.unsqueeze(1), out_TKH.to(weights_TK.dtype)).squeeze(1).to(x_TH.dtype)
+
+
+def _grouped(rows: torch.Tensor, weight_EOI: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Each expert's rows times its weight, transposed; through fp32 where bf16 products are slow."""
+    if is_slow(rows, weight_EOI):
+        return functional.grouped_mm(rows.float(), weight_EOI.float().transpose(1, 2), offs=ends_E).to(rows.dtype)
+    return functional.grouped_mm(rows, weight_EOI.transpose(1, 2), offs=ends_E)
 
 
 def is_plain(layer: Any, x_TH: torch.Tensor, config: Any) -> bool:
