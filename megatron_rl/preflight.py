@@ -30,9 +30,9 @@ def check_config(config: Config, *, supervised: bool = False) -> ModelFacts:
     try:
         facts = read_model_facts(config.model.path)
         check_against_model(config, facts)
-        from .methods.registry import build  # imports torch
+        from .methods.registry import LOOP_PROVIDES, build  # imports torch
 
-        build(config.objective, config.corrections)
+        build(config.objective, config.corrections).check_available(LOOP_PROVIDES)
     except ValueError as error:
         raise UserError(str(error)) from error
     return facts

@@ -21,7 +21,7 @@ from .config import Config, ModelFacts, check_against_model, read_model_facts
 from .convert.families import family_for
 from .convert.hf import HfWriter
 from .data.prompts import PromptSource, load_tokenizer
-from .methods.registry import Stack, build
+from .methods.registry import LOOP_PROVIDES, Stack, build
 from .rewards.verifiers import Verifier
 from .rewards.verifiers import build as build_verifier
 from .rollout.fleet import Fleet
@@ -130,6 +130,7 @@ def open_run(config: Config, *, rollout: bool) -> Iterator[Run]:
     if rollout:
         check_against_model(config, facts)
     stack = build(config.objective, config.corrections)
+    stack.check_available(LOOP_PROVIDES)
     hf = json.loads((Path(config.model.path) / "config.json").read_text())
     folder = Path(config.logging.dir)
     with ExitStack() as closing:
@@ -210,7 +211,9 @@ def _open_rollout(run: Run, closing: ExitStack) -> None:
         closing.callback(run.sync.close)
     urls = mesh.broadcast(run.fleet.urls if run.fleet else None)
     if mesh.is_leader and run.fleet is None:
-        run.fleet = closing.enter_context(Fleet.connect(urls, config.rollout, config.model, routes=run.wants_routes, router=config.rollout.router))
+        run.fleet = closing.enter_context(
+            Fleet.connect(urls, config.rollout, config.model, routes=run.wants_routes, router=config.rollout.router)
+        )
     if mesh.is_leader:
         run.prompts = PromptSource(config.data, run.tokenizer, config.train.seed, split="train")
         if config.data.source != "jsonl" or config.data.eval_path:

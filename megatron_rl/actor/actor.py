@@ -32,6 +32,9 @@ from .model import Implementation, build_chunks, detect_implementation
 from .optimizer import build_optimizer, set_learning_rate, wrap
 from .parallel import Mesh
 
+_ONE_TOKEN = torch.ones((), dtype=torch.int)
+"""Megatron wants a token count with every loss; `optimizer.wrap` sees to it that nothing uses it."""
+
 Head = Callable[[int, PackedBatch, Tensor], Any]
 """(index of the micro-batch, the micro-batch, hidden [T, H] on every tensor rank) -> what the last stage makes of it."""
 
@@ -262,32 +265,58 @@ class Actor:
         """
         assert self.optimizer is not None, "load weights before training"
         totals = self.statistics(batches, stack, routing)
+        divisor, extra = 1.0, Metrics()
+        if stack.has_clipped_loss:
+            norm = self._clipped_gradient_norm(batches, stack, over, totals, routing)
+            divisor = stack.gradient_divisor(norm)
+            extra.add(maxima={"clipped_gradient_norm": torch.tensor(norm)})
+
+        def objective(index: int, batch: PackedBatch, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+            stats = self._stats(hidden_TH, batch, entropy)
+            loss, metrics = self._loss(batch, stats, stack, over, totals)
+            return loss / divisor, _ONE_TOKEN, metrics
+
+        results = self._backward(batches, routing, objective)
+        set_learning_rate(self.optimizer, lr)
+        applied, grad_norm, _ = self.optimizer.step()
+        for part in results:
+            extra.merge(part)
+        return Update(extra, float(grad_norm or 0.0), bool(applied))
+
+    def _backward(self, batches: Sequence[PackedBatch], routing: Mode, head: Head) -> list[Any]:
+        """Fresh gradients of the sum of what `head` returns first."""
+        assert self.optimizer is not None
         for model in self.wrapped:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
+        return self._run(batches, routing, head, train=True)[0]
 
-        def objective(index: int, batch: PackedBatch, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Metrics]:
-            return self._loss(batch, self._stats(hidden_TH, batch, entropy), stack, over, totals)
+    def _clipped_gradient_norm(
+        self, batches: Sequence[PackedBatch], stack: Stack, over: Denominators, totals: Mapping[str, Tensor], routing: Mode
+    ) -> float:
+        """Global norm of the gradient of `StackLoss.clipped_loss`: a backward pass of its own, whose gradients are then dropped."""
 
-        results, _ = self._run(batches, routing, objective, train=True)
-        set_learning_rate(self.optimizer, lr)
-        applied, grad_norm, _ = self.optimizer.step()
-        metrics = Metrics()
-        for part in results:
-            metrics.merge(part)
-        return Update(metrics, float(grad_norm or 0.0), bool(applied))
+        def clipped(index: int, batch: PackedBatch, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+            loss = stack.evaluate(self.tokens(batch, self._stats(hidden_TH, batch, entropy=False), totals), over).clipped_loss
+            assert loss is not None
+            return loss, _ONE_TOKEN, Metrics()
+
+        self._backward(batches, routing, clipped)
+        assert self.optimizer is not None
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
 
     def _loss(
         self, batch: PackedBatch, stats: TokenStats, stack: Stack, over: Denominators, totals: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor, Metrics]:
-        """(this micro-batch's share of the loss, a token count that Megatron wants and nothing uses, metrics)."""
+    ) -> tuple[Tensor, Metrics]:
+        """This micro-batch's share of the loss, and its metrics."""
         tokens = self.tokens(batch, stats, totals)
         loss, means = stack.loss(tokens, over)
         seen, maxima = mismatch(tokens.old_logp_T, tokens.behaviour_logp_T, tokens.mask_T, "trained")
         metrics = Metrics().add(means, {"loss": loss.detach()}, maxima).add(seen)
         if stats.entropy_T is not None:
             metrics.add({"entropy": tokens.average(stats.entropy_T)})
-        return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
+        return loss, metrics
 
 
 def packed_seq_params(batch: PackedBatch, device: torch.device) -> PackedSeqParams:

@@ -1,9 +1,9 @@
 """Adaptive Clip Policy Optimization (2606.22570; not the advantage clip of 2609.36816). Evidence [A][C].
 
-    bin(t)  = which of `bins` equal parts of [0, 1] theta(a_t) falls in
-    sigma_b = sqrt( population variance of r over the mini-batch's tokens in bin b + 1e-8 ),   r = theta/old
-    eps_b   = clip( base + alpha sigma_b, eps_min, eps_max )
-    L_t     = PPO's clip with 1 -+ eps_bin(t), then the dual clip
+bin(t)  = which of `bins` equal parts of [0, 1] theta(a_t) falls in
+sigma_b = sqrt( population variance of r over the mini-batch's tokens in bin b + 1e-8 ),   r = theta/old
+eps_b   = clip( base + alpha sigma_b, eps_min, eps_max )
+L_t     = PPO's clip with 1 -+ eps_bin(t), then the dual clip
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """CTPO (2605.07331): the cumulative prefix ratio, with a clip window that grows along the sequence. Evidence [A][C].
 
-    logW_t = sum_{i<=t} clamp(l_i, +-20)                               loss tokens only, l = log theta/old
-    log w_t = min( sg[logW_t] + log theta_t - sg[log theta_t], 10 )    own-token gradient
-    J_t = min( w_t A, exp(clip(log w_t, -low t^p, +high t^p)) A ),     p = 0.5;  p = 0 is a uniform window
-    A < 0:  J_t = max( J_t, A exp(high t^p) )                          dual clip of the same growth
+logW_t = sum_{i<=t} clamp(l_i, +-20)                               loss tokens only, l = log theta/old
+log w_t = min( sg[logW_t] + log theta_t - sg[log theta_t], 10 )    own-token gradient
+J_t = min( w_t A, exp(clip(log w_t, -low t^p, +high t^p)) A ),     p = 0.5;  p = 0 is a uniform window
+A < 0:  J_t = max( J_t, A exp(high t^p) )                          dual clip of the same growth
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """IcePop (2510.18855): token weight old/mu inside [low, high], zero outside. Evidence [F].
 
-    M(kap_t) = kap_t if low <= kap_t <= high else 0, detached;  each sequence is still divided by its unmasked length
+M(kap_t) = kap_t if low <= kap_t <= high else 0, detached;  each sequence is still divided by its unmasked length
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """KPop (an option of AReaL, papers.md 8.12): mask a token if either binary KL is too large. Evidence [C]; default threshold [I].
 
-    keep_t = 1[ max( binKL(mu || p), binKL(p || mu) ) <= upper ],   p = old or theta, at the sampled token
+keep_t = 1[ max( binKL(mu || p), binKL(p || mu) ) <= upper ],   p = old or theta, at the sampled token
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MiniRL (2512.01374): weight by theta/mu, masked where PPO would clip theta/old. Evidence [D].
 
-    J = sum_t sg[rho_t] A_t M_t log theta_t,   rho = theta/mu
-    M_t = 0 if (A > 0 and r > 1 + clip_high) or (A < 0 and r < 1 - clip_low), r = theta/old;  1 otherwise
+J = sum_t sg[rho_t] A_t M_t log theta_t,   rho = theta/mu
+M_t = 0 if (A > 0 and r > 1 + clip_high) or (A < 0 and r < 1 - clip_low), r = theta/old;  1 otherwise
 """
 
 from __future__ import annotations

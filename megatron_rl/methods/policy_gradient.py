@@ -1,8 +1,8 @@
 """The policy gradient without any clip or mask: the base on which corrections are measured. Evidence [F] (TRM 2512.23075, 3.1).
 
-    weight: none       L_t = -A_t log theta                    REINFORCE; correct only where theta = mu
-            theta/mu   L_t = -(theta/mu)_t A_t                 the first-order surrogate L' of papers.md 2.3; TRM masks this one
-            theta/old  L_t = -(theta/old)_t A_t                unclipped PPO
+weight: none       L_t = -A_t log theta                    REINFORCE; correct only where theta = mu
+        theta/mu   L_t = -(theta/mu)_t A_t                 the first-order surrogate L' of papers.md 2.3; TRM masks this one
+        theta/old  L_t = -(theta/old)_t A_t                unclipped PPO
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """PPO's clipped surrogate (1707.06347), with asymmetric bounds (DAPO 2503.14476) and dual clip (papers.md 8.1). Evidence [C].
 
-    r_t = theta / old
-    L_t = -min( r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t ),   for A_t < 0 at most  -dual_clip * A_t
+r_t = theta / old
+L_t = -min( r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t ),   for A_t < 0 at most  -dual_clip * A_t
 """
 
 from __future__ import annotations

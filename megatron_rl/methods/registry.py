@@ -31,6 +31,9 @@ def lookup(name: str, kinds: tuple[Kind, ...], field: str) -> Method:
     return method
 
 
+LOOP_PROVIDES: frozenset[Need] = frozenset({"old", "turns"})
+"""What the training loop can give a method so far; a stack that needs more is refused before anything starts."""
+
 REMEDIES: dict[Need, str] = {
     "old": "an old-policy forward at the start of the step",
     "turns": "the turn index of every token; collect multi-turn trajectories",

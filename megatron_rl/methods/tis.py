@@ -1,7 +1,7 @@
 """Truncated importance sampling of the behaviour gap (papers.md 8.3; Yao et al., Liu, Li et al.). Evidence [F][C].
 
-    kap = old / mu                     per token, per turn or sequence (geometric mean), or per sequence (product)
-    weight = min(kap, cap)             detached; the objective itself is untouched
+kap = old / mu                     per token, per turn or sequence (geometric mean), or per sequence (product)
+weight = min(kap, cap)             detached; the objective itself is untouched
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """VESPO (2602.10693): a smooth weight of the full sequence ratio. Evidence [C].
 
-    phi(w) = e^lambda w^k e^(-lambda w),  w = prod_t ratio_t;    phi(1) = 1, largest at w = k / lambda
-    J = sum_t sg[phi(w)] A_t log theta_t;    (k, lambda) by the sign of A
+phi(w) = e^lambda w^k e^(-lambda w),  w = prod_t ratio_t;    phi(1) = 1, largest at w = k / lambda
+J = sum_t sg[phi(w)] A_t log theta_t;    (k, lambda) by the sign of A
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Veto (papers.md 8.3): one catastrophic token drops its whole sequence. Evidence [F][C].
 
-    keep_i = 1[ min_t kap_t >= low ] and 1[ max_t kap_t <= high ],   kap = old/mu
+keep_i = 1[ min_t kap_t >= low ] and 1[ max_t kap_t <= high ],   kap = old/mu
 """
 
 from __future__ import annotations

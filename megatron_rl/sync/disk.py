@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.config import SyncConfig
+from megatron_rl.convert.hf import HfWriter
 from megatron_rl.sync.checksums import Checksums
 from megatron_rl.sync.control import FleetControl, check_checksums, check_versions, flush, guarded
-from megatron_rl.sync.plan import NamedTensor, cast
+from megatron_rl.sync.plan import cast
 
 KEEP = 2
 """Folders that stay: the one the servers loaded and the one before, which a server that is late may still read."""
-SHARD_BYTES = 4 * 10**9
 
 
 class DiskSync:
@@ -55,7 +52,10 @@ class DiskSync:
         with guarded(self._fleet, version) as step:
             step("write the checkpoint")
             target = self._folder.absolute() / f"version_{version:06d}"
-            write_checkpoint(stream, target, self._model_path)
+            shutil.rmtree(target, ignore_errors=True)
+            with HfWriter(target, self._model_path) as writer:
+                for name, tensor in stream:
+                    writer.add(name, tensor)
             step("flush before")
             flush(self._fleet, timeout)
             step("load from disk")
@@ -76,40 +76,3 @@ class DiskSync:
         """By age, not by number: a run resumed from an earlier step writes lower numbers than those that lie there."""
         for old in sorted(self._folder.glob("version_*"), key=lambda path: path.stat().st_mtime)[:-KEEP]:
             shutil.rmtree(old)
-
-
-def write_checkpoint(weights: Iterator[NamedTensor], target: Path, model_path: Path) -> None:
-    """Writes `target` whole or not at all: a folder beside it is renamed once everything is in it.
-
-    The weights go into shards of SHARD_BYTES with an index; config and tokenizer are copied from `model_path`.
-    """
-    part = target.with_name(target.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    for file in model_path.iterdir():
-        if file.is_file() and file.suffix in (".json", ".txt", ".model", ".jinja") and not file.name.endswith(".index.json"):
-            shutil.copy2(file, part / file.name)
-    index: dict[str, str] = {}
-    total = 0
-    for number, shard in enumerate(_shards(weights)):
-        name = f"model-{number:05d}.safetensors"
-        save_file(shard, part / name, metadata={"format": "pt"})
-        index |= dict.fromkeys(shard, name)
-        total += sum(tensor.nbytes for tensor in shard.values())
-    (part / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
-    shutil.rmtree(target, ignore_errors=True)
-    os.rename(part, target)
-
-
-def _shards(weights: Iterator[NamedTensor]) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in weights:
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        # a view would drag along, or share, the memory of the tensor it is cut from
-        shard[name] = tensor.cpu().clone()
-        size += tensor.nbytes
-    if shard:
-        yield shard

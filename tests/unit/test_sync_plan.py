@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rl.sync.checksums import Checksums, tensor_hash
-from megatron_rl.sync.disk import write_checkpoint
 from megatron_rl.sync.plan import buckets, cast, mark_last
 
 
@@ -92,28 +89,3 @@ def test_parts_are_joined_in_the_engines_order() -> None:
         "1 of 3 tensors differ, among them ['l.attn.qkv_proj.weight']"
     )
     assert checksums.difference(engine | {"other": "0" * 16}) == "tensors that only one side has: ['other']"
-
-
-def test_checkpoint_is_whole_and_loads(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    (model / "model.safetensors.index.json").write_text("old")
-    shared = torch.arange(6.0)
-    target = tmp_path / "sync" / "version_000001"
-    write_checkpoint(iter([("a", shared[:3]), ("b", shared[3:])]), target, model)
-    assert sorted(path.name for path in target.iterdir()) == ["config.json", "model-00000.safetensors", "model.safetensors.index.json"]
-    loaded = load_file(target / "model-00000.safetensors")
-    assert loaded["b"].tolist() == [3, 4, 5]
-    assert [path.name for path in target.parent.iterdir()] == ["version_000001"], "no half-written folder stays"
-
-
-def test_failed_write_leaves_no_checkpoint(tmp_path: Path) -> None:
-    def broken() -> object:
-        yield "a", torch.zeros(1)
-        raise OSError("disk full")
-
-    (tmp_path / "model").mkdir()
-    with pytest.raises(OSError, match="disk full"):
-        write_checkpoint(broken(), tmp_path / "version_000001", tmp_path / "model")  # type: ignore[arg-type]
-    assert not (tmp_path / "version_000001").exists()
