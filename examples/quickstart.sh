@@ -30,8 +30,7 @@ stage "make a tiny Qwen3-MoE" python tools/make_tiny_moe.py --out "$OUT/base" --
 stage "make sums to learn" python tools/make_chain_sum.py --out "$OUT/data" --seed "$SEED" --eval 1024
 stage "warm start" torchrun --nproc-per-node 2 -m megatron_rl sft --config examples/configs/quickstart_sft.yaml \
   --model.path "$OUT/base" --data.path "$OUT/data/teacher.jsonl" --logging.dir "$OUT/sft" --train.seed "$SEED"
-stage "convert to Hugging Face" python -m megatron_rl convert mcore-to-hf \
-  --checkpoint "$OUT/sft/checkpoints" --hf_template "$OUT/base" --out "$OUT/warm"
+stage "convert to Hugging Face" python -m megatron_rl convert mcore-to-hf "$OUT/sft/checkpoints" "$OUT/warm" "$OUT/base"
 stage "reinforcement learning" torchrun --nproc-per-node 2 -m megatron_rl train --config examples/configs/quickstart.yaml \
   --model.path "$OUT/warm" --data.path "$OUT/data/train.jsonl" --data.eval_path "$OUT/data/eval.jsonl" \
   --logging.dir "$OUT" --train.seed "$SEED" ${STEPS:+--train.steps "$STEPS"}
