@@ -84,12 +84,16 @@ def _hand_out(run: Run, batch: Batch | None) -> Feed:
 def score_old(run: Run, feeds: Sequence[Feed]) -> list[Feed]:
     """Old log-probs under the weights that start the step, with replayed (R3) or recorded (R2) routes.
 
-    With one mini-batch and no recording the update's own forward says the same, so nothing is computed here.
+    The first mini-batch is trained on before any weight moves: its update's own forward says the same, so unless its routes must be
+    recorded it is not scored here.
     """
-    if len(feeds) == 1 and run.config.replay.mode != "R2":
-        return list(feeds)
     routing = SCORING[run.config.replay.mode]
-    return [dataclasses.replace(f, micro_batches=with_old(f.micro_batches, run.actor.score(f.micro_batches, routing))) for f in feeds]
+    ready = [] if routing == "record" else list(feeds[:1])
+    scored = [
+        dataclasses.replace(f, micro_batches=with_old(f.micro_batches, run.actor.score(f.micro_batches, routing)))
+        for f in feeds[len(ready) :]
+    ]
+    return ready + scored
 
 
 def probe(run: Run, feed: Feed, step: int) -> dict[str, float]:

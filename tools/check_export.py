@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,9 @@ Answers = list[list[int]]
 def with_transformers(folder: Path, prompts: list[list[int]], max_new: int, stop: int) -> Answers:
     """Greedy answers of transformers, one prompt at a time, so that no padding is involved."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     answers = []
     for prompt in prompts:
@@ -63,10 +66,10 @@ def main() -> None:
     prompts, megatron = [r["prompt"] for r in rows], [r["answer"] for r in rows]
     longest = max(len(a) for a in megatron)
     stop = json.loads((folder / "config.json").read_text())["eos_token_id"]
-    others = {
-        "transformers": with_transformers(folder, prompts, longest, stop),
-        "SGLang": with_sglang(folder, prompts, longest, run / "servers" / "export"),
-    }
+    with ThreadPoolExecutor() as pool:
+        transformers = pool.submit(with_transformers, folder, prompts, longest, stop)
+        sglang = with_sglang(folder, prompts, longest, run / "servers" / "export")
+        others = {"transformers": transformers.result(), "SGLang": sglang}
     differing = {name: [i for i, (a, b) in enumerate(zip(answers, megatron, strict=True)) if a != b] for name, answers in others.items()}
     for name, where in differing.items():
         print(f"{name}: {len(prompts) - len(where)} of {len(prompts)} greedy answers equal the Megatron actor's")

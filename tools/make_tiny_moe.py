@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils import logging
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PAD_ID, EOS_ID = 0, 2
@@ -111,6 +112,7 @@ def make_tiny_moe(out: str | Path, sizes: TinyModel | None = None) -> Path:
     """Writes the checkpoint to folder `out` (made if missing) and returns it."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
+    logging.disable_progress_bar()
     build_model(sizes or TinyModel()).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder

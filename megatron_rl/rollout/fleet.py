@@ -23,6 +23,8 @@ from megatron_rl.rollout.client import EngineClient, EngineError, EngineUnreacha
 from megatron_rl.rollout.launcher import LocalServer, ServerSpec, launch, stop_all, wait_until_ready
 from megatron_rl.rollout.routes import RouteShape, read_route_shape
 
+CONTEXT_MARGIN = 8
+"""Tokens a server's context is longer than asked for: SGLang ends an answer two tokens before its context is full."""
 DEATH_NOTICE = 5.0
 """Seconds between a broken connection and the end of the process that held it."""
 
@@ -96,7 +98,7 @@ class Fleet:
             return cls.connect(config.urls, config, model, routes=routes, router=config.router)
         fleet = cls(config, model, routes=routes)
         try:
-            longest = min(context_length or fleet.facts.max_positions, fleet.facts.max_positions)
+            longest = min((context_length or fleet.facts.max_positions) + CONTEXT_MARGIN, fleet.facts.max_positions)
             spec = ServerSpec(model.path, routes, longest, version, seed)
             for server in launch(config, spec, log_dir):
                 fleet.engines.append(Engine(EngineClient(server.url, fleet._session), server))

@@ -23,6 +23,8 @@ HISTORY = 10_000
 """Rewards the sparkline remembers."""
 CURVE_WIDTH = 44
 PHASES_SHOWN = 6
+PLAIN_INTERVAL = 5.0
+"""Seconds between lines where there is no terminal."""
 
 
 class Progress:
@@ -50,6 +52,7 @@ class Progress:
         self._values: dict[str, float] = {}
         self._rewards: deque[float] = deque(maxlen=HISTORY)
         self._began = time.monotonic()
+        self._last_line = -PLAIN_INTERVAL
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
@@ -73,8 +76,16 @@ class Progress:
             self._rewards.append(values["reward/mean"])
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
-        elif self.mode == "plain":
+        elif self.mode == "plain" and self._is_due(values):
             self._console.print(self.line(values), highlight=False, markup=False, soft_wrap=True)
+
+    def _is_due(self, values: Mapping[str, float]) -> bool:
+        """A line every few seconds, and one for each evaluation and for the last step: logs of fast steps stay readable."""
+        now = time.monotonic()
+        due = now - self._last_line >= PLAIN_INTERVAL or self._step >= self._total or any(name.startswith("eval/") for name in values)
+        if due:
+            self._last_line = now
+        return due
 
     def note(self, text: str) -> None:
         """One line for people, above the panel: a phase begins, a file was written."""
