@@ -27,7 +27,8 @@ stage() { # name, command...
 SECONDS=0
 rm -rf "$OUT"
 stage "make a tiny Qwen3-MoE" python tools/make_tiny_moe.py --out "$OUT/base" --seed "$SEED"
-stage "make sums to learn" python tools/make_chain_sum.py --out "$OUT/data" --seed "$SEED" --eval 1024
+stage "make sums to learn" python tools/make_chain_sum.py --out "$OUT/data" --seed "$SEED" \
+  --min-terms 3 --max-terms 3 --noise 0.35 --eval 1024
 stage "warm start" torchrun --nproc-per-node 2 -m megatron_rl sft --config examples/configs/quickstart_sft.yaml \
   --model.path "$OUT/base" --data.path "$OUT/data/teacher.jsonl" --logging.dir "$OUT/sft" --train.seed "$SEED"
 stage "convert to Hugging Face" python -m megatron_rl convert mcore-to-hf "$OUT/sft/checkpoints" "$OUT/warm" "$OUT/base"
