@@ -22,6 +22,7 @@ setup(
         "safetensors>=0.5",
         "jsonargparse[signatures]>=4.49,<5",
         "PyYAML>=6",
+        "psutil>=5.9",  # megatron-core needs it and does not say so
         "aiohttp>=3.10,<4",
         "anyio>=4.4,<5",
         "orjson>=3.10,<4",

@@ -1,0 +1,101 @@
+"""The main job in small, as a user starts it: torchrun, two ranks, a real server; finished, resumed, and interrupted by Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.telemetry.metrics import read_metrics
+from tests.dist.launch import ROOT
+from tools.make_chain_sum import Sizes, make_chain_sum
+
+pytestmark = [pytest.mark.engine, pytest.mark.dist]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model under a path of its own, so that this test's servers can be told from others, and data."""
+    root = tmp_path_factory.mktemp("train")
+    shutil.copytree(tiny_moe, root / "model")
+    make_chain_sum(root / "data", Sizes(train=64, teacher=8, eval=16))
+    return root
+
+
+def start(folder: Path, steps: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_rl", "train"]
+    command += ["--config", str(ROOT / "examples/configs/quickstart.yaml"), "--logging.dir", str(folder / "run")]
+    command += ["--model.path", str(folder / "model"), "--data.path", str(folder / "data/train.jsonl")]
+    command += ["--data.eval_path", str(folder / "data/eval.jsonl"), "--rollout.launch", "1", "--train.steps", str(steps)]
+    command += ["--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "4", "--replay.probe_every", "1"]
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Ranks and servers of this test: their command lines name its folder. SGLang's own children hang below its launcher."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter(["cmdline"]):
+        if str(folder) in " ".join(process.info["cmdline"] or []):
+            found |= {p.pid: p for p in [process, *process.children(recursive=True)]}
+    return list(found.values())
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+def test_a_run_ends_with_everything_it_promises(folder: Path) -> None:
+    process = start(folder, steps=2)
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output[-5000:]
+    run = folder / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 2
+    for name in ("pass_rate_before", "pass_rate_after", "seconds", "tokens_per_second", "k3_replay", "k3_live", "route_mismatch_share"):
+        assert math.isfinite(summary[name]), name
+    assert "transformer_engine" not in output
+    assert "local layers" in output, "the choice of layers is printed"
+    rows = [r for r in read_metrics(run) if "reward/mean" in r]
+    assert [r["weight_version"] for r in rows] == [1, 2]
+    # every token was sampled by the weights it was trained on, and replay leaves bf16 rounding alone
+    assert all(r["lag/mean"] == 0 for r in rows)
+    assert all(r["mismatch/k3_replay"] < 1e-3 for r in rows)
+    assert (run / "report.html").stat().st_size > 100_000
+    assert (run / "checkpoints/step_000002/state.json").is_file()
+    model = AutoModelForCausalLM.from_pretrained(run / "hf")
+    assert model.config.architectures == ["Qwen3MoeForCausalLM"]
+    wait_for(lambda: not processes_of(folder), 20, "a finished run leaves no process")
+
+
+def test_ctrl_c_ends_a_resumed_run_without_orphans(folder: Path) -> None:
+    process = start(folder, steps=500)
+    assert process.stdout is not None
+    metrics = folder / "run/metrics.jsonl"
+    try:
+        wait_for(lambda: process.poll() is not None or '"step": 3' in metrics.read_text(), 200, "the resumed run took no step")
+        running = processes_of(folder)
+        assert len(running) >= 4, "two ranks, and a server with its children"
+        os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+        output, _ = process.communicate(timeout=60)
+        assert "resumed at step 2, weight version 2" in output
+        wait_for(
+            lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in running), 30, f"left: {processes_of(folder)}"
+        )
+    finally:
+        for p in processes_of(folder):
+            p.kill()
