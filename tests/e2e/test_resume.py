@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -54,7 +54,9 @@ def test_killed_and_resumed_equals_uninterrupted(tiny_moe: Path, tmp_path: Path)
         assert victim.poll() is None, victim.communicate()[0][-4000:]
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    os.killpg(victim.pid, signal.SIGKILL)
+    # torchrun gives each rank a session of its own, so the group's signal would miss them
+    for process in (*psutil.Process(victim.pid).children(recursive=True), victim):
+        process.kill()
     victim.communicate()
     assert not (cut / "hf").exists(), "it was to be killed before the end"
     finish(start(tiny_moe, tmp_path / "data", cut))

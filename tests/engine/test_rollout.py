@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.config import ModelConfig
 from megatron_rl.rollout.client import EngineError
 from megatron_rl.rollout.collector import Sampling, collect
-from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.rollout.fleet import CONTEXT_MARGIN, Fleet
 from megatron_rl.types import Prompt
 from tests.conftest import CONTEXT
 from tests.engine.oracle import Oracle
@@ -89,7 +89,7 @@ def test_token_outside_the_vocabulary_is_not_sent(engine: Fleet, bad: int) -> No
 
 def test_too_long_prompt_names_the_request(engine: Fleet) -> None:
     (prompt,) = make_prompts(1, length=CONTEXT + 1)
-    with pytest.raises(EngineError, match=rf"{engine.urls[0]}: request \w+\.0\.0 \(prompt p0\): HTTP 400: .*{CONTEXT}"):
+    with pytest.raises(EngineError, match=rf"{engine.urls[0]}: request \w+\.0\.0 \(prompt p0\): HTTP 400: .*{CONTEXT + CONTEXT_MARGIN}"):
         collect(engine, [prompt], samples=1, sampling=SAMPLING, routes=True, version=0)
 
 

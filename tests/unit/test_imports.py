@@ -107,3 +107,9 @@ def test_every_sideways_import_is_still_used() -> None:
 )
 def test_a_violation_is_seen(module: str, source: str) -> None:
     assert violations(source, module)
+
+
+def test_the_architecture_page_lists_every_module() -> None:
+    from tools.module_map import PAGE, section
+
+    assert PAGE.read_text().endswith(section()), "run: python tools/module_map.py"
