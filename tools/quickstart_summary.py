@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.run import write_json
+from megatron_rl.telemetry.report import write_report
 
 
 def main() -> None:
@@ -21,6 +22,7 @@ def main() -> None:
     summary["seconds"] = total
     summary["seconds_by_stage"] = {name: float(seconds) for name, seconds in stages.items()}
     write_json(folder / "summary.json", summary)
+    write_report(folder)
     table = Table(title=f"quickstart: {total:.0f} s", show_header=False)
     rows = {
         "pass rate, before -> after": f"{summary['pass_rate_before']:.3f} -> {summary['pass_rate_after']:.3f}",

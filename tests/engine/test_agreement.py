@@ -32,6 +32,7 @@ def score(model: Path, url: str, dtype: str, layout: dict[str, int], folder: Pat
 
 def test_fp32_engines_agree_in_log_probs_and_routes(tiny_moe: Path, engine: Fleet, tmp_path: Path) -> None:
     found = score(tiny_moe, engine.urls[0], "float32", {"tensor": 2, "expert": 2}, tmp_path)
+    print(found)
     assert found["tokens"] > 1000
     assert found["token_flips"] == 0
     assert found["routes_exact"]
