@@ -44,16 +44,38 @@ ON_NEWER_MEGATRON: dict[str, dict[str, Any]] = {
 EQUAL = [*(k for k in ONE_PROCESS if k not in ("one", "live routes")), *TWO_PROCESSES]
 
 
+OBJECTIVES = ("sorl", "gspo", "gmpo", "cppo", "acpo_adaptive", "minpro", "ctpo")
+"""A second backward, sequence means, a quantile and bin variances from a pre-pass, prefix scans: each its own way to depend on layout."""
+
+
+def objective_runs(**layout: Any) -> dict[str, dict[str, Any]]:
+    return {name: {"objective": name, **layout} for name in OBJECTIVES}
+
+
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("parity")
     make_tiny_moe(folder / "model")
     found: dict[str, Any] = {}
-    for processes, runs in ((1, ONE_PROCESS), (2, TWO_PROCESSES)):
+    split = objective_runs(parallel={"tensor": 2, "expert": 2})
+    for processes, runs in (
+        (1, ONE_PROCESS | objective_runs(budget=32)),
+        (2, TWO_PROCESSES | {f"{n} at TP2 EP2": r for n, r in split.items()}),
+    ):
         out = Path(folder / f"{processes}.json")
         torchrun("actor_parity.py", str(folder / "model"), str(out), json.dumps(runs), processes=processes)
         found |= json.loads(out.read_text())
     return found
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objective_is_blind_to_layout_and_micro_batches(results: dict[str, Any], objective: str) -> None:
+    assert_same(results[objective], results[f"{objective} at TP2 EP2"])
+
+
+def test_sorl_divides_by_what_the_clip_took_away(results: dict[str, Any]) -> None:
+    """The second step clips, so the divisor is the norm of that gradient, above its floor of 1."""
+    assert results["sorl"]["steps"][1]["clipped_gradient_norm"] > 1
 
 
 @pytest.mark.parametrize("layout", EQUAL)
