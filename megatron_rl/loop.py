@@ -9,6 +9,7 @@ import numpy as np
 
 from .actor.parallel import prepare_process
 from .config import Config
+from .data.prompts import load_tokenizer
 from .data.supervised import load_supervised
 from .run import Run, open_run, run_averages, write_json
 from .stages import (
@@ -40,9 +41,7 @@ def train(config: Config) -> None:
                 with run.timers("eval"):
                     values |= evaluate_policy(run)
             log(run, values)
-            if config.checkpoint.every and run.state.step % config.checkpoint.every == 0:
-                with run.timers("checkpoint"):
-                    run.save_checkpoint()
+            run.save_if_due()
         finish(run, before, began)
 
 
@@ -71,7 +70,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
 
 
 def sft(config: Config) -> None:
-    """Supervised training on data.path with `nll` (or another objective), through the same packing, actor and optimizer."""
+    """Supervised training on data.path with `nll`, through the same packing, actor and optimizer."""
     prepare_process(config.train.threads)
     if config.objective.name != "nll":
         raise ValueError(f"objective.name: {config.objective.name!r} needs rewards, and sft has none; set it to nll")
@@ -81,8 +80,6 @@ def sft(config: Config) -> None:
         began = time.monotonic()
         examples = []
         if run.mesh.is_leader:
-            from .data.prompts import load_tokenizer
-
             tokenizer = load_tokenizer(config.model.path)
             examples = load_supervised(config.data.path, tokenizer, eos=True, chat_template=config.data.chat_template)
         for step in range(run.state.step, config.train.steps):
@@ -98,15 +95,14 @@ def sft(config: Config) -> None:
                 values = optimize(run, feeds)
             run.state = dataclasses.replace(run.state, step=step + 1, weight_version=run.state.weight_version + 1)
             log(run, values | {"seconds/step": time.monotonic() - started})
-            if config.checkpoint.every and run.state.step % config.checkpoint.every == 0:
-                run.save_checkpoint()
+            run.save_if_due()
         finish(run, {}, began)
 
 
 def evaluate(config: Config) -> None:
     """Pass rates, sampled and greedy, of the newest checkpoint of this run, or of model.path."""
     prepare_process(config.train.threads)
-    with open_run(config, rollout=True) as run:
+    with open_run(config, rollout=True, trains=False) as run:
         values = evaluate_policy(run) | evaluate_policy(run, greedy=True)
         run.note(", ".join(f"{name} {value:.4f}" for name, value in values.items()))
 

@@ -19,7 +19,7 @@ from .actor.checkpoint import TrainState, folders, load, save
 from .actor.parallel import Mesh, create_mesh, destroy_mesh
 from .config import Config, ModelFacts, check_against_model, read_model_facts
 from .convert.families import family_for
-from .convert.hf import HfWriter
+from .convert.hf import read_config
 from .data.prompts import PromptSource, load_tokenizer
 from .methods.registry import LOOP_PROVIDES, Stack, build
 from .rewards.verifiers import Verifier
@@ -76,19 +76,19 @@ class Run:
         """Everything needed to go on from here. Collective."""
         return save(self.folder / "checkpoints", self.actor, self.state, self.config.checkpoint.keep)
 
+    def save_if_due(self) -> None:
+        """A checkpoint every checkpoint.every steps. Collective."""
+        every = self.config.checkpoint.every
+        if every and self.state.step % every == 0:
+            with self.timers("checkpoint"):
+                self.save_checkpoint()
+
     def export(self) -> Path:
         """The weights in Hugging Face format, in the trainer's dtype, to <folder>/hf. Collective."""
         target = self.folder / "hf"
         if self.mesh.is_main:
             shutil.rmtree(target, ignore_errors=True)
-            with HfWriter(target, self.config.model.path) as writer:
-                for name, tensor in self.actor.weights():
-                    assert tensor is not None
-                    writer.add(name, tensor)
-        else:
-            for _ in self.actor.weights():
-                pass
-        self.mesh.barrier()
+        self.actor.save_hf(target, self.config.model.path)
         return target
 
 
@@ -116,11 +116,12 @@ def run_averages(folder: Path) -> dict[str, float | None]:
 
 
 @contextmanager
-def open_run(config: Config, *, rollout: bool) -> Iterator[Run]:
+def open_run(config: Config, *, rollout: bool, trains: bool = True) -> Iterator[Run]:
     """Builds a run and takes it down again, whatever happens inside.
 
     Args:
         rollout: whether servers, prompts and a verifier are needed (not for supervised training).
+        trains: False builds no optimizer and leaves the run's metrics as they are.
 
     Raises:
         ValueError: something in the configuration cannot work; before any server starts.
@@ -131,7 +132,7 @@ def open_run(config: Config, *, rollout: bool) -> Iterator[Run]:
         check_against_model(config, facts)
     stack = build(config.objective, config.corrections)
     stack.check_available(LOOP_PROVIDES)
-    hf = json.loads((Path(config.model.path) / "config.json").read_text())
+    hf = read_config(config.model.path)
     folder = Path(config.logging.dir)
     with ExitStack() as closing:
         mesh = create_mesh(config.parallel, config.train.seed)
@@ -142,11 +143,11 @@ def open_run(config: Config, *, rollout: bool) -> Iterator[Run]:
                 "groups; change it or the layout"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        actor = Actor(config, mesh, family_for(hf), hf)
+        actor = Actor(config, mesh, family_for(hf), hf, trains=trains)
         state, resumed = _load_state(config, actor, facts, folder)
         progress = Progress(config.logging.progress, config.train.steps, title=str(folder), rank=mesh.rank, first=state.step)
         run = Run(config, facts, mesh, actor, stack, state, Timers(_synchronizer(mesh)), progress, folder)
-        if mesh.is_main:
+        if mesh.is_main and trains:
             resume_step = state.step if resumed else None
             run.writer = closing.enter_context(MetricWriter(folder, tensorboard=config.logging.tensorboard, resume_step=resume_step))
         run.note(f"layers: {actor.implementation}")

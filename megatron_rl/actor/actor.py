@@ -20,6 +20,7 @@ from torch import Tensor
 from ..config import Config
 from ..convert.bridge import export_hf, load_hf
 from ..convert.families import Family
+from ..convert.hf import HfWriter
 from ..methods.objective import Denominators, Tokens
 from ..methods.registry import Stack
 from ..methods.segments import LocalSegments
@@ -100,6 +101,21 @@ class Actor:
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """(Hugging Face name, full tensor) in one order on every rank; the tensor is None except on global rank 0."""
         return export_hf(self.chunks, self.hf, dtype=dtype)
+
+    def save_hf(self, folder: str | Path, template: str | Path) -> None:
+        """Writes the weights in Hugging Face format, in the trainer's dtype, with the config and tokenizer of `template`.
+
+        `folder` must not exist.
+        """
+        if self.mesh.is_main:
+            with HfWriter(folder, template) as writer:
+                for name, tensor in self.weights():
+                    assert tensor is not None, "global rank 0 receives every tensor"
+                    writer.add(name, tensor)
+        else:
+            for _ in self.weights():
+                pass
+        self.mesh.barrier()
 
     def _gather_places(self) -> list[Place]:
         mine = self.replay.layer_numbers

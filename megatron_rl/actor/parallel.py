@@ -30,8 +30,6 @@ class Mesh:
     context_size: int
     data_rank: int
     data_size: int
-    expert_rank: int
-    expert_size: int
     device: torch.device
     backend: str
     """nccl or gloo: what tensors travel over."""
@@ -150,8 +148,6 @@ def create_mesh(parallel: ParallelConfig, seed: int = 0) -> Mesh:
         context_size=parallel.context,
         data_rank=data_rank,
         data_size=ps.get_data_parallel_world_size(),
-        expert_rank=ps.get_expert_model_parallel_rank(),
-        expert_size=parallel.expert,
         device=device,
         backend=backend,
         control_group=control,

@@ -28,7 +28,7 @@ from ..config import (
     read_model_facts,
 )
 from .families import family_for
-from .hf import HfWriter, read_config
+from .hf import read_config
 
 log = logging.getLogger(__name__)
 
@@ -87,16 +87,9 @@ def mcore_to_hf(checkpoint: str, out: str, hf_template: str, parallel: ParallelC
         raise ValueError(f"out: {out!r} exists already; remove it or choose another folder")
     with _actor(hf_template, parallel or ParallelConfig(), dtype) as actor:
         load(_newest(Path(checkpoint)), actor, actor.hf["architectures"][0])
-        if not actor.mesh.is_main:
-            for _ in actor.weights():
-                pass
-        else:
-            with HfWriter(out, hf_template) as writer:
-                for name, tensor in actor.weights():
-                    assert tensor is not None, "global rank 0 receives every tensor"
-                    writer.add(name, tensor)
+        actor.save_hf(out, hf_template)
+        if actor.mesh.is_main:
             log.info("wrote %s", out)
-        actor.mesh.barrier()
         return Path(out)
 
 

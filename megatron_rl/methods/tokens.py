@@ -119,11 +119,6 @@ class Tokens:
         return self.logp_T - self.old_logp_T
 
     @property
-    def mismatch_T(self) -> Tensor:
-        """k = log old - log mu: what engine, routing and weight lag did. Detached."""
-        return self.old_logp_T - self.behaviour_logp_T
-
-    @property
     def drift_T(self) -> Tensor:
         """d = l + k = log theta - log mu: behaviour to current. Carries the gradient."""
         return self.logp_T - self.behaviour_logp_T

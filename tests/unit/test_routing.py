@@ -89,13 +89,18 @@ def test_every_call_gets_the_rows_of_its_micro_batch_and_layer(recompute: bool, 
             assert torch.equal(chosen, rows[call][:, column].long())
 
 
+def record(model: Model, replay: RoutingReplay, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The model's output with free routing, and the routes it took."""
+    with replay.session("record", micro_batches=1) as session:
+        replay.start_micro_batch(0, 0)
+        out = model(x)
+    return out, torch.stack([session.recorded[0, n] for n in replay.layer_numbers], dim=1)
+
+
 def test_replay_of_own_routes_is_the_identity_and_of_others_is_not() -> None:
     model, (x,) = Model(), data(1)
     replay = RoutingReplay([model], Router)
-    with replay.session("record", micro_batches=1) as session:
-        replay.start_micro_batch(0, 0)
-        free = model(x)
-    own = torch.stack([session.recorded[0, n] for n in replay.layer_numbers], dim=1)
+    free, own = record(model, replay, x)
     results = []
     for rows in (own, routes(len(x), 2, seed=3)):
         with replay.session("replay", [rows], micro_batches=1):
@@ -123,10 +128,7 @@ def test_the_router_gets_the_gradient_of_the_masked_gate() -> None:
 def test_observe_counts_layers_that_choose_another_set() -> None:
     model, (x,) = Model(), data(1)
     replay = RoutingReplay([model], Router)
-    with replay.session("record", micro_batches=1) as session:
-        replay.start_micro_batch(0, 0)
-        free = model(x)
-    own = torch.stack([session.recorded[0, n] for n in replay.layer_numbers], dim=1)
+    free, own = record(model, replay, x)
     given = own.flip(-1).clone()  # the same sets in another order: nothing differs
     given[1, 0] = torch.tensor([e for e in range(EXPERTS) if e not in own[1, 0].tolist()][:K])
     given[3] = torch.tensor([[e for e in range(EXPERTS) if e not in own[3, c].tolist()][:K] for c in range(2)])
