@@ -166,9 +166,14 @@ class RolloutConfig:
     temperature: float = 1.0
     """Of sampling; the trainer divides its logits by it too."""
     top_p: float = 1.0
-    """Must be 1: SGLang's log-probs are of the whole distribution."""
+    """Sample from the likeliest tokens that together have this mass; 1 from all. Anything else needs keep_sets."""
     top_k: int = -1
-    """Must be -1, for the same reason."""
+    """Sample from so many of the likeliest tokens; -1 from all."""
+    min_p: float = 0.0
+    """Sample from tokens at least this fraction as likely as the likeliest; 0 from all."""
+    keep_sets: int = 0
+    """Most tokens that truncated sampling leaves at one position, to be returned with each answer: SGLang's own log-probs are of the whole
+    distribution. 0 for untruncated sampling."""
     max_new_tokens: int = 32
     """Longest answer in tokens."""
     samples_per_prompt: int = 8
@@ -184,17 +189,30 @@ class RolloutConfig:
         _positive("rollout.temperature", self.temperature)
         _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must be in (0, 1]")
         _require(self.top_k == -1 or self.top_k >= 1, "rollout.top_k", self.top_k, "must be at least 1, or -1 for none")
+        _require(0 <= self.min_p < 1, "rollout.min_p", self.min_p, "must be in [0, 1); 0 for none")
+        _require(self.keep_sets >= 0, "rollout.keep_sets", self.keep_sets, "must not be negative; 0 for untruncated sampling")
         _require(
-            self.top_p == 1 and self.top_k == -1,
-            "rollout.top_p, rollout.top_k",
-            (self.top_p, self.top_k),
-            "truncate the sampling distribution, but SGLang returns log-probs of the whole one, so every ratio would be biased; "
-            "set top_p to 1 and top_k to -1",
+            not self.truncates or self.keep_sets > 0,
+            "rollout.keep_sets",
+            self.keep_sets,
+            f"must be positive: top_p {self.top_p}, top_k {self.top_k}, min_p {self.min_p} truncate the sampling distribution, but SGLang "
+            "returns log-probs of the whole one, so every ratio would be biased; set it to top_k, or to the most that top_p or min_p leave",
+        )
+        _require(
+            self.truncates or self.keep_sets == 0,
+            "rollout.keep_sets",
+            self.keep_sets,
+            "has no use: top_p, top_k and min_p leave everything",
         )
         for url in self.urls:
             _require(url.startswith(("http://", "https://")), "rollout.urls", url, "must start with http:// or https://")
         if not self.urls:
             _require(self.launch >= 1, "rollout.launch", self.launch, "must be at least 1 when rollout.urls is empty")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens can never be sampled."""
+        return self.top_p < 1 or self.top_k != -1 or self.min_p > 0
 
 
 @dataclass(frozen=True)
@@ -223,12 +241,42 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """Group-relative advantages."""
+    """How rewards become advantages."""
 
-    baseline: Literal["mean", "leave-one-out"] = "mean"
-    """What a reward is compared with: its group's mean, or the mean of the others in it."""
-    scale_by_std: bool = True
-    """Divide by the group's standard deviation."""
+    name: str = "group"
+    """group, gae or step_advantage; as `megatron-rl methods` lists it."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Its parameters by name; those left out keep their defaults."""
+    reject_truncated: bool = False
+    """Answers cut off at rollout.max_new_tokens get advantage 0 and leave their group's statistics."""
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value model of advantage.name gae, and of step_advantage where it learns; the policy's layout, weights of its own."""
+
+    path: str | None = None
+    """Checkpoint whose trunk it starts from, of the policy's architecture; null takes model.path. The value head starts at 0."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    """Its own."""
+    warmup_steps: int = 0
+    """First rollout steps in which only the critic learns."""
+    loss: Literal["square", "bce"] = "square"
+    """square: half the squared error of the value. bce: binary cross-entropy of sigmoid(value) with a probability of success."""
+    clip: float | None = 0.2
+    """For square: how far a value may move from the one at the start of the step before the error stops pulling; null for no clip."""
+
+    def __post_init__(self) -> None:
+        _require(self.warmup_steps >= 0, "critic.warmup_steps", self.warmup_steps, "must not be negative")
+        _require(self.clip is None or self.clip > 0, "critic.clip", self.clip, "must be positive, or null for no clip")
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """A frozen policy to stay close to, in the policy's layout; loaded only where a method needs it."""
+
+    path: str | None = None
+    """Its checkpoint; null for none. model.path keeps the run near its start."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +334,8 @@ class DataConfig:
     """Wrap the question as a user turn of the tokenizer's chat template."""
     max_prompt_tokens: int = 1024
     """Longest prompt in tokens."""
+    step_delimiter: str | None = None
+    """Text that ends a step of an answer, such as a line break; tokens then carry their step's number as their turn. null: one turn."""
 
     def __post_init__(self) -> None:
         for name in ("size", "eval_size", "max_prompt_tokens"):
@@ -351,6 +401,8 @@ class TrainConfig:
     """Sequences an optimizer step, for `sft` only."""
     mini_batches: int = 1
     """Optimizer steps a rollout step; more than one needs old log-probs, which are then computed."""
+    old_policy: Literal["recomputed", "behaviour"] = "recomputed"
+    """Where old log-probs come from: a trainer forward at the start of the step, or the engine's (bypass: old is mu)."""
     tokens_per_micro_batch: int = 4096
     """Positions of one packed micro-batch on one data-parallel rank."""
     seed: int = 0
@@ -378,7 +430,11 @@ class Config:
     objective: ObjectiveConfig = ObjectiveConfig()
     corrections: tuple[MethodConfig, ...] = ()
     """Corrections and penalties stacked on the objective, in order; each {name: ..., params: {...}}."""
+    methods: tuple[MethodConfig, ...] = ()
+    """Vocabulary restrictions (dvp, keep_sets) and methods that act on data, steps or the learning rate (popo, mipu, length_lr ...)."""
     advantage: AdvantageConfig = AdvantageConfig()
+    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     replay: ReplayConfig = ReplayConfig()
     sync: SyncConfig = SyncConfig()
     data: DataConfig = DataConfig()
@@ -394,6 +450,12 @@ class Config:
             "train.tokens_per_micro_batch",
             self.train.tokens_per_micro_batch,
             f"cannot hold one answer: data.max_prompt_tokens + rollout.max_new_tokens = {longest}; raise it or lower those",
+        )
+        _require(
+            self.replay.mode != "R2" or self.train.old_policy == "recomputed",
+            "train.old_policy",
+            self.train.old_policy,
+            "leaves R2 without the old-policy forward whose routes it replays; set it to recomputed, or replay.mode to R3 or none",
         )
 
 

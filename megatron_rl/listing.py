@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .fields import default_of, field_docs, type_text
+from .methods import describe
 from .methods.catalog import METHODS
-from .methods.describe import formula
-from .methods.objective import Method
+from .methods.objective import Kind, Method
 
-KINDS = ("objective", "correction", "penalty")
+KINDS: tuple[Kind, ...] = get_args(Kind)
+WEAK = "bold yellow"
+"""The colour of tags and labels that say "not the paper's formula" or "not read in the paper"."""
+
+
+def sorted_methods() -> list[Method]:
+    """Every method: objectives first, then the other kinds, by name."""
+    return sorted(METHODS.values(), key=lambda m: (KINDS.index(m.kind), m.name))
 
 
 def method_record(method: Method) -> dict[str, Any]:
@@ -29,7 +37,10 @@ def method_record(method: Method) -> dict[str, Any]:
         "unit": method.unit,
         "paper": method.paper,
         "evidence": method.evidence,
+        "evidence_words": describe.evidence_words(method),
+        "label": describe.label(method),
         "summary": method.summary,
+        "configured_in": describe.config_field(method),
         "aggregation": method.aggregation if method.kind == "objective" else None,
         "needs": sorted(needs),
         "params": [
@@ -40,15 +51,23 @@ def method_record(method: Method) -> dict[str, Any]:
 
 def print_methods(*, as_json: bool) -> None:
     """Every method, objectives first."""
-    records = [method_record(m) for kind in KINDS for m in sorted(METHODS.values(), key=lambda m: m.name) if m.kind == kind]
+    methods = sorted_methods()
     if as_json:
-        sys.stdout.write(json.dumps(records, indent=1) + "\n")
+        sys.stdout.write(json.dumps([method_record(m) for m in methods], indent=1) + "\n")
         return
-    table = Table("name", "kind", "unit", "needs", "paper", "summary", box=None, header_style="bold")
-    for record in records:
-        needs = ", ".join(record["needs"])
-        table.add_row(record["name"], record["kind"], record["unit"], needs, record["paper"], record["summary"])
-    _console().print(table)
+    console = _console()
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1))
+    for column in ("name", "kind", "unit", "paper", "tags"):
+        # A blog's title is cut here and whole in `show`, so that the summary keeps its room.
+        table.add_column(column, no_wrap=True, overflow="ellipsis", max_width=16 if console.width < 120 else 30)
+    table.add_column("summary", ratio=1)
+    for method in methods:
+        table.add_row(method.name, method.kind, method.unit, method.paper, _tags(method.evidence), _summary(method))
+    console.print(table)
+    console.print()
+    for tag, words in describe.EVIDENCE.items():
+        console.print(Text.assemble(_tags(tag), f"  {words}"))
+    console.print("\nmegatron-rl methods show NAME prints formula, parameters and caveats of one.")
 
 
 def print_method(name: str, *, as_json: bool) -> None:
@@ -59,24 +78,49 @@ def print_method(name: str, *, as_json: bool) -> None:
     """
     if name not in METHODS:
         raise ValueError(f"method: {name!r} is unknown; choose one of: {', '.join(sorted(METHODS))}")
-    record = method_record(METHODS[name])
+    method = METHODS[name]
+    record = method_record(method)
     if as_json:
-        sys.stdout.write(json.dumps(record, indent=1) + "\n")
+        sys.stdout.write(json.dumps(record | {"text": describe.formula(method).strip()}, indent=1) + "\n")
         return
     console = _console()
-    console.print(f"[bold]{record['name']}[/] ({record['kind']}, per {record['unit']}): {record['summary']}")
-    console.print(formula(METHODS[name]).strip(), style="dim", markup=False, highlight=False)
-    console.print(f"paper {record['paper']} [dim]evidence {record['evidence']}[/]", highlight=False)
-    if record["aggregation"]:
-        console.print(f"aggregation {record['aggregation']}", highlight=False)
-    console.print(f"needs {', '.join(record['needs']) or 'nothing beyond the behaviour log-probs'}", highlight=False)
-    table = Table("parameter", "type", "default", "meaning", box=None, header_style="bold")
-    for param in record["params"]:
-        table.add_row(param["name"], param["type"], json.dumps(param["default"]), param["doc"])
-    if record["params"]:
-        console.print(table)
-    else:
+    console.print(Text.assemble((name, "bold"), f" ({method.kind}, per {method.unit}): ", _summary(method)))
+    console.print()
+    for text, is_prose in describe.paragraphs(method):
+        console.print(Text(text, "" if is_prose else "cyan"), "", sep="\n")
+    console.print(_facts(record))
+    console.print()
+    if not record["params"]:
         console.print("no parameters")
+        return
+    table = Table("parameter", "type", "default", "meaning", box=None, header_style="bold", pad_edge=False)
+    for param in record["params"]:
+        table.add_row(param["name"], param["type"], json.dumps(param["default"]), Text(param["doc"]))
+    console.print(table)
+
+
+def _facts(record: dict[str, Any]) -> Table:
+    """What is not a parameter, one line a fact."""
+    table = Table.grid(padding=(0, 2))
+    table.add_row("paper", record["paper"])
+    for i, (tag, words) in enumerate(record["evidence_words"].items()):
+        table.add_row("" if i else "evidence", Text.assemble(_tags(tag), f" {words}"))
+    table.add_row("configured in", record["configured_in"])
+    if record["aggregation"]:
+        table.add_row("aggregation", record["aggregation"])
+    table.add_row("needs", ", ".join(record["needs"]) or "nothing beyond the behaviour log-probs")
+    return table
+
+
+def _tags(evidence: str) -> Text:
+    """The tags, the weak ones in colour."""
+    return Text.assemble(*((tag, WEAK if tag in "AIN" else "green") for tag in evidence))
+
+
+def _summary(method: Method) -> Text:
+    """The line, led by the label of a formula that is not the paper's own."""
+    label = describe.label(method)
+    return Text.assemble((f"{label}: ", WEAK), method.summary) if label else Text(method.summary)
 
 
 def _console() -> Console:

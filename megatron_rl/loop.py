@@ -7,20 +7,23 @@ import time
 
 import numpy as np
 
+from .actor.feed import Feed
 from .actor.parallel import prepare_process
 from .config import Config
 from .data.prompts import load_tokenizer
 from .data.supervised import load_supervised
+from .experience import gather_groups, hand_out_mini_batches, reduce_on_leaders, take_advantages
 from .run import Run, open_run, run_averages, write_json
 from .stages import (
     evaluate_policy,
-    hand_out_mini_batches,
-    judge,
+    keep_or_roll_back,
+    learning_rate_factor,
     optimize,
     probe,
-    rollout_metrics,
-    sample,
     score_old,
+    score_reference,
+    take_snapshot,
+    train_critic,
     write_greedy_answers,
 )
 from .telemetry.report import write_report
@@ -49,24 +52,42 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     """One rollout and its optimizer steps; the new weights are in the servers when it returns."""
     began = time.monotonic()
     with run.timers("rollout"):
-        trajectories = sample(run, step)
-    with run.timers("reward"):
-        batch = judge(run, trajectories)
-        values = rollout_metrics(run, batch)
+        trajectories, gathered = gather_groups(run)
+    with run.timers("advantages"):
+        batch, taken = take_advantages(run, trajectories)
+        values = reduce_on_leaders(run, gathered.merge(taken))
     with run.timers("pack"):
         feeds = hand_out_mini_batches(run, batch, step)
     with run.timers("probe"):
         values |= probe(run, feeds[0], step)
     with run.timers("old log-probs"):
-        feeds = score_old(run, feeds)
-    with run.timers("update"):
-        values |= optimize(run, feeds)
-    with run.timers("sync"):
-        run.state = dataclasses.replace(run.state, step=step + 1, weight_version=run.state.weight_version + 1)
-        run.push_weights()
+        feeds = score_reference(run, score_old(run, feeds))
+        factor, seen = learning_rate_factor(run, feeds, values["response/length"])
+    values |= seen
+    if run.critic is not None:
+        with run.timers("critic"):
+            values |= train_critic(run, run.critic, feeds)
+    if run.critic is None or step >= run.config.critic.warmup_steps:
+        values |= improve(run, feeds, factor)
+    run.state = dataclasses.replace(run.state, step=step + 1)
     seconds = time.monotonic() - began
     rate = {"tokens_per_second": values.pop("response/tokens") / seconds, "seconds/step": seconds}
     return values | rate | {"weight_version": float(run.state.weight_version)}
+
+
+def improve(run: Run, feeds: list[Feed], factor: float) -> dict[str, float]:
+    """The policy's optimizer steps, its new weights in the servers, and the decision whether they stay."""
+    earlier_step = run.state.optimizer_step
+    with run.timers("update"):
+        before = take_snapshot(run)
+        values = optimize(run, feeds, factor)
+    with run.timers("sync"):
+        run.state = dataclasses.replace(run.state, weight_version=run.state.weight_version + 1)
+        run.push_weights()
+    if before is not None:
+        with run.timers("decide"):
+            values |= keep_or_roll_back(run, before, earlier_step)
+    return values
 
 
 def sft(config: Config) -> None:

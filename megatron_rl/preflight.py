@@ -30,9 +30,9 @@ def check_config(config: Config, *, supervised: bool = False) -> ModelFacts:
     try:
         facts = read_model_facts(config.model.path)
         check_against_model(config, facts)
-        from .methods.registry import LOOP_PROVIDES, build  # imports torch
+        from .methods.requirements import configured  # imports torch
 
-        build(config.objective, config.corrections).check_available(LOOP_PROVIDES)
+        configured(config, facts)
     except ValueError as error:
         raise UserError(str(error)) from error
     return facts

@@ -1,4 +1,4 @@
-"""The stages of a training step, in the order in which `loop.py` calls them. Each is collective over all ranks."""
+"""The stages of a training step that work on packed tokens, in the order in which `loop.py` calls them. Each is collective."""
 
 from __future__ import annotations
 
@@ -8,92 +8,64 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from .actor import snapshot
 from .actor.actor import Scored, with_old
-from .actor.feed import Feed, hand_out
+from .actor.collect import to_leader
+from .actor.critic import Critic
+from .actor.feed import Feed, alignment, shard
 from .actor.metrics import Metrics, mismatch, reduce
 from .actor.optimizer import learning_rate
 from .data.packing import pack
-from .methods.advantages import group_advantages
+from .experience import draw, hand_out_batch, sample
+from .methods import length_lr, mipu, vcpo
+from .methods.objective import Denominators
+from .methods.value_loss import explained_variance
 from .rewards.verifiers import score_all
-from .rollout.collector import Sampling, collect
+from .rollout.collector import collect
 from .routing.replay import Mode
-from .run import Run, write_json
-from .types import Batch, PackedBatch, Prompt, Trajectory, as_metric
-
-SCORING: dict[str, Mode] = {"none": "live", "R2": "record", "R3": "replay"}
-"""How the old-policy forward routes, by replay.mode."""
-
-TRAINING: dict[str, Mode] = {"none": "live", "R2": "replay", "R3": "replay"}
-"""How the optimizer step's forward routes."""
-
-
-def sample(run: Run, step: int) -> list[Trajectory]:
-    """This leader's answers to its share of the step's prompts; empty on ranks that do not lead."""
-    if run.fleet is None or run.prompts is None:
-        return []
-    rollout = run.config.rollout
-    prompts = run.prompts.batch(step, rollout.prompts_per_step)[run.mesh.data_rank :: run.mesh.data_size]
-    return collect(
-        run.fleet,
-        prompts,
-        samples=rollout.samples_per_prompt,
-        sampling=Sampling.from_config(rollout),
-        routes=run.wants_routes,
-        version=run.state.weight_version,
-    )
-
-
-def judge(run: Run, trajectories: list[Trajectory]) -> Batch | None:
-    """Rewards, then group advantages, spread over each answer's loss tokens."""
-    if run.verifier is None:
-        return None
-    judged = score_all(run.verifier, trajectories)
-    advantage = run.config.advantage
-    values = group_advantages(
-        [t.reward or 0.0 for t in judged], [t.group for t in judged], baseline=advantage.baseline, scale_by_std=advantage.scale_by_std
-    )
-    return Batch(tuple(judged), tuple(np.where(t.loss_mask, a, 0.0).astype(np.float32) for t, a in zip(judged, values, strict=True)))
-
-
-def hand_out_mini_batches(run: Run, batch: Batch | None, step: int) -> list[Feed]:
-    """Shuffles each leader's batch into mini-batches and gives every rank its shards."""
-    count = run.config.train.mini_batches
-    parts: Sequence[Batch | None] = [None] * count
-    if batch is not None:
-        order = np.random.default_rng([run.config.train.seed, step]).permutation(len(batch.trajectories))
-        parts = [_choose(batch, part) for part in np.array_split(order, count)]
-    return [_hand_out(run, part) for part in parts]
-
-
-def _choose(batch: Batch, indices: np.ndarray) -> Batch:
-    return Batch(tuple(batch.trajectories[i] for i in indices), tuple(batch.advantages[i] for i in indices))
-
-
-def _hand_out(run: Run, batch: Batch | None) -> Feed:
-    return hand_out(
-        run.mesh,
-        run.actor.places,
-        batch,
-        budget=run.config.train.tokens_per_micro_batch,
-        experts=run.actor.experts,
-        max_tokens=run.config.rollout.max_new_tokens,
-        multiple=run.actor.micro_batch_multiple,
-    )
+from .run import SCORING, TRAINING, Run, write_json
+from .types import Batch, PackedBatch, Prompt, TokenStats, Trajectory, as_metric
 
 
 def score_old(run: Run, feeds: Sequence[Feed]) -> list[Feed]:
-    """Old log-probs under the weights that start the step, with replayed (R3) or recorded (R2) routes.
+    """Old log-probs under the weights that start the step, with replayed (R3) or recorded (R2) routes; or, in bypass, the engine's.
 
-    The first mini-batch is trained on before any weight moves: its update's own forward says the same, so unless its routes must be
-    recorded it is not scored here.
+    The first mini-batch is trained on before any weight moves: its update's own forward says the same, so it is scored here only if
+    something else must be kept of that forward.
     """
+    if run.config.train.old_policy == "behaviour":
+        return [_replace(f, [dataclasses.replace(b, old_logp_T=b.behaviour_logp_T) for b in f.micro_batches]) for f in feeds]
     routing = SCORING[run.config.replay.mode]
-    ready = [] if routing == "record" else list(feeds[:1])
+    needs = run.stack.needs
+    everything = routing == "record" or needs & {"old_top_k", "router_shift"} or run.stack.find(vcpo.METHOD.name) is not None
+    ready = [] if everything else list(feeds[:1])
+    top_k = run.stack.candidates("old_top_k", run.actor.vocab_size)
     scored = [
-        dataclasses.replace(f, micro_batches=with_old(f.micro_batches, run.actor.score(f.micro_batches, routing)))
+        _replace(
+            f,
+            with_old(f.micro_batches, run.actor.score(f.micro_batches, routing, top_k=top_k, router_scores="router_shift" in needs)),
+        )
         for f in feeds[len(ready) :]
     ]
     return ready + scored
+
+
+def _replace(feed: Feed, micro_batches: list[PackedBatch]) -> Feed:
+    return dataclasses.replace(feed, micro_batches=micro_batches)
+
+
+def score_reference(run: Run, feeds: Sequence[Feed]) -> list[Feed]:
+    """Log-probs under the frozen reference policy, on the routes that the update will replay."""
+    if run.reference is None or "reference" not in run.stack.needs:
+        return list(feeds)
+    routing, scored = TRAINING[run.config.replay.mode] if run.facts.is_moe else "live", []
+    for feed in feeds:
+        stats = run.reference.score(feed.micro_batches, routing).stats
+        found = (
+            [dataclasses.replace(b, reference_logp_T=s.logp_T) for b, s in zip(feed.micro_batches, stats, strict=True)] if stats else None
+        )
+        scored.append(_replace(feed, found or feed.micro_batches))
+    return scored
 
 
 def probe(run: Run, feed: Feed, step: int) -> dict[str, float]:
@@ -132,14 +104,28 @@ def _routing_metrics(feed: Feed, scored: Scored, moe_layers: int) -> Metrics:
     return metrics
 
 
-def optimize(run: Run, feeds: Sequence[Feed]) -> dict[str, float]:
-    """One optimizer step a mini-batch; the metrics of all of them together."""
+def optimize(run: Run, feeds: Sequence[Feed], factor: float = 1.0) -> dict[str, float]:
+    """One optimizer step a mini-batch; the metrics of all of them together.
+
+    Args:
+        factor: what the scheduled learning rate is multiplied by.
+    """
     total = run.config.train.steps * run.config.train.mini_batches
     routing = TRAINING[run.config.replay.mode] if run.facts.is_moe else "live"
     metrics, norms, lr = Metrics(), [], 0.0
-    for feed in feeds:
-        lr = learning_rate(run.config.optimizer, run.state.optimizer_step, total)
-        update = run.actor.update(feed.micro_batches, run.stack, feed.over, lr, routing=routing, entropy=run.config.objective.entropy)
+    for index, feed in enumerate(feeds):
+        if "router_shift" in run.stack.needs:
+            feed = _with_router_shift(run, feed, routing, moved=index > 0)
+        lr = factor * learning_rate(run.config.optimizer, run.state.optimizer_step, total)
+        update = run.actor.update(
+            feed.micro_batches,
+            run.stack,
+            feed.over,
+            lr,
+            routing=routing,
+            entropy=run.config.objective.entropy,
+            salt=run.config.train.seed + 1_000_003 * run.state.optimizer_step,
+        )
         metrics.merge(update.metrics)
         norms.append(update.grad_norm)
         run.state = dataclasses.replace(run.state, optimizer_step=run.state.optimizer_step + 1)
@@ -148,28 +134,105 @@ def optimize(run: Run, feeds: Sequence[Feed]) -> dict[str, float]:
     return values | {"grad_norm": float(np.mean(norms)), "lr": lr}
 
 
-def rollout_metrics(run: Run, batch: Batch | None) -> dict[str, float]:
-    """Rewards, lengths and weight lag over all leaders."""
-    metrics = Metrics()
-    if batch is not None:
-        answers = batch.trajectories
-        n = float(len(answers))
-        rewards = torch.tensor([t.reward or 0.0 for t in answers], dtype=torch.float64)
-        tokens = torch.tensor([t.response_tokens for t in answers], dtype=torch.float64)
-        lags = torch.tensor([float(run.state.weight_version) * t.response_tokens - t.versions[t.loss_mask].sum() for t in answers])
-        metrics.add(
-            {
-                "reward/mean": as_metric(rewards.sum(), n),
-                "reward/square": as_metric(rewards.square().sum(), n),
-                "response/length": as_metric(tokens.sum(), n),
-                "response/truncated_share": as_metric(torch.tensor(float(sum(t.finish_reason == "length" for t in answers))), n),
-                "lag/mean": as_metric(lags.sum(), tokens.sum()),
-            },
-            totals={"response/tokens": tokens.sum()},
+def _with_router_shift(run: Run, feed: Feed, routing: Mode, *, moved: bool) -> Feed:
+    """How far the routers' scores have moved since the start of the step; nothing has before the first optimizer step."""
+    if moved:
+        shifts = run.actor.router_shift(feed.micro_batches, routing)
+    else:
+        shifts = [torch.zeros_like(b.advantages_T) for b in feed.micro_batches]
+    return _replace(feed, [dataclasses.replace(b, router_shift_T=x) for b, x in zip(feed.micro_batches, shifts, strict=True)])
+
+
+def train_critic(run: Run, critic: Critic, feeds: Sequence[Feed]) -> dict[str, float]:
+    """One optimizer step of the critic a mini-batch."""
+    total = run.config.train.steps * run.config.train.mini_batches
+    metrics, norms = Metrics(), []
+    for index, feed in enumerate(feeds):
+        targets = sum(int((b.mask_T & ~b.returns_T.isnan()).sum()) for b in feed.micro_batches if b.returns_T is not None)
+        over = Denominators(
+            tokens=float(sum(run.mesh.gather(targets if run.mesh.reports else 0))),
+            sequences=feed.over.sequences,
+            max_tokens=feed.over.max_tokens,
         )
-    values = reduce(run.mesh, metrics, counts=run.mesh.is_leader)
-    spread = max(0.0, values.pop("reward/square") - values["reward/mean"] ** 2)
-    return values | {"reward/std": spread**0.5}
+        lr = learning_rate(run.config.critic.optimizer, run.state.step * run.config.train.mini_batches + index, total)
+        update = critic.update(feed.micro_batches, over, lr)
+        metrics.merge(update.metrics)
+        norms.append(update.grad_norm)
+    values = reduce(run.mesh, metrics)
+    moments = {name: values.pop(f"critic/{name}") for name in ("residual_mean", "residual_square", "return_mean", "return_square")}
+    values["critic/explained_variance"] = explained_variance(moments)
+    values["critic/loss"] = values["critic/loss"] / len(feeds)
+    return values | {"critic/grad_norm": float(np.mean(norms))}
+
+
+def learning_rate_factor(run: Run, feeds: Sequence[Feed], mean_length: float) -> tuple[float, dict[str, float]]:
+    """What the configured schedules (length_lr, vcpo) multiply the learning rate of this step by. Every rank gets the same answer."""
+    factor, states = 1.0, dict(run.state.schedules)
+    values: dict[str, float] = {}
+    if (by_length := run.stack.find(length_lr.METHOD.name)) is not None:
+        length, part = length_lr.length_lr(length_lr.LengthLRState(**states.get("length_lr", {})), mean_length, by_length)
+        states["length_lr"], factor, values["length_lr/factor"] = dataclasses.asdict(length), factor * part, part
+    if (by_weights := run.stack.find(vcpo.METHOD.name)) is not None:
+        weights, part, share = vcpo.vcpo(vcpo.VCPOState(**states.get("vcpo", {})), _sequence_log_weights(run, feeds), by_weights)
+        states["vcpo"], factor = dataclasses.asdict(weights), factor * part
+        values |= {"vcpo/factor": part, "vcpo/effective_share": share}
+    run.state = dataclasses.replace(run.state, schedules=states)
+    return factor, values
+
+
+def _sequence_log_weights(run: Run, feeds: Sequence[Feed]) -> list[float]:
+    """sum of log old - log mu of each sequence of the step, over all ranks, in no particular order."""
+    mine: list[float] = []
+    for batch in (b for feed in feeds for b in feed.micro_batches if run.mesh.reports):
+        assert batch.old_logp_T is not None, "score_old scores every mini-batch where vcpo is configured"
+        tokens = run.actor.tokens(batch, _stats_of_old(batch))
+        total_S, count_S = tokens.segments.sum(tokens.old_logp_T - tokens.behaviour_logp_T), tokens.segments.count()
+        mine += total_S[count_S > 0].tolist()
+    counted = run.mesh.reports and run.mesh.context_rank == 0
+    return [x for part in run.mesh.gather(mine if counted else []) for x in part]
+
+
+def _stats_of_old(batch: PackedBatch) -> TokenStats:
+    """The old policy's log-probs in theta's place: no forward is needed to look at old/mu."""
+    assert batch.old_logp_T is not None
+    return TokenStats(batch.old_logp_T)
+
+
+def take_snapshot(run: Run) -> snapshot.Snapshot | None:
+    """What a rejected step is undone with; None where steps are not decided upon."""
+    return snapshot.take(run.actor) if run.stack.find(mipu.METHOD.name) is not None else None
+
+
+def keep_or_roll_back(run: Run, before: snapshot.Snapshot, earlier_step: int) -> dict[str, float]:
+    """MIPU: the engines already hold the candidate weights; validation answers decide whether they stay.
+
+    A rejected step leaves nothing behind but its weight version, which is never used again, and the count of decisions.
+    """
+    config = run.stack.find(mipu.METHOD.name)
+    assert config is not None
+    prompts = draw(run)[: -(-config.prompts // run.mesh.data_size)]
+    answers = sample(run, prompts, config.samples)
+    batch = Batch(tuple(answers), tuple(np.zeros(len(t.tokens), np.float32) for t in answers)) if run.mesh.is_leader else None
+    feed = hand_out_batch(run, batch)
+    scored = run.actor.score(feed.micro_batches, "replay" if run.config.replay.mode == "R3" else "live")
+    logps = to_leader(run.mesh, feed.micro_batches, [s.logp_T for s in scored.stats], batch)
+    terms: list[float] = []
+    if batch is not None:
+        ratios = [(x - t.behaviour_logp)[t.loss_mask] for x, t in zip(logps, answers, strict=True)]
+        terms = mipu.gap_terms([t.reward or 0.0 for t in answers], ratios, config).tolist()
+    everyone = [x for part in run.mesh.gather(terms) for x in part]
+    decided, verdict = mipu.decide(mipu.MIPUState(**run.state.schedules.get("mipu", {})), float(np.mean(everyone)), config)
+    run.state = dataclasses.replace(run.state, schedules={**run.state.schedules, "mipu": dataclasses.asdict(decided)})
+    if not verdict.accepted:
+        snapshot.restore(run.actor, before)
+        run.state = dataclasses.replace(run.state, optimizer_step=earlier_step, weight_version=run.state.weight_version + 1)
+        run.push_weights()
+    return {
+        "mipu/accepted": float(verdict.accepted),
+        "mipu/forced": float(verdict.forced),
+        "mipu/gap": verdict.gap,
+        "mipu/tolerance": verdict.tolerance,
+    }
 
 
 def evaluate_policy(run: Run, *, greedy: bool = False) -> dict[str, float]:
@@ -178,8 +241,7 @@ def evaluate_policy(run: Run, *, greedy: bool = False) -> dict[str, float]:
     if run.mesh.broadcast(run.held_out is not None) is False:
         return {}
     if run.fleet is not None and run.held_out is not None and run.verifier is not None:
-        sampling = Sampling.from_config(run.config.rollout)
-        sampling = dataclasses.replace(sampling, temperature=0.0) if greedy else sampling
+        sampling = dataclasses.replace(run.sampling, temperature=0.0) if greedy else run.sampling
         mine = run.held_out.prompts[: run.config.data.eval_size][run.mesh.data_rank :: run.mesh.data_size]
         answers = score_all(
             run.verifier, collect(run.fleet, mine, samples=1, sampling=sampling, routes=False, version=run.state.weight_version)
@@ -198,7 +260,18 @@ def greedy_answers(run: Run, prompts: Sequence[Prompt], max_new_tokens: int, sto
         if not open_answers:
             break
         batch = Batch(*zip(*(_unlabelled(prompts[i], answers[i]) for i in open_answers), strict=True))
-        packed = pack(batch, budget=1 << 30, multiple_of=run.mesh.tensor_size, micro_batches=run.actor.micro_batch_multiple, uniform=True)
+        align = alignment(run.actor.place)
+        packed = [
+            shard(whole, run.actor.place)
+            for whole in pack(
+                batch,
+                budget=1 << 30,
+                multiple_of=align * run.mesh.tensor_size,
+                align=align,
+                micro_batches=run.actor.micro_batch_multiple,
+                uniform=True,
+            )
+        ]
         for micro_batch, chosen in zip(packed, run.actor.next_tokens(packed), strict=True):
             for sequence, token in zip(micro_batch.sample_S.tolist(), chosen.tolist(), strict=True):
                 if sequence >= 0:

@@ -11,7 +11,7 @@ fills N - 1 positions, exactly the rows for which an engine reports routes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,6 +37,16 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Candidates:
+    """The likeliest K tokens of the behaviour policy at each position, whether sampled or not."""
+
+    ids: NDArray[np.int32]
+    """[N, K] in descending order of probability; -1 where there is none (prompt, tool output)."""
+    logp: NDArray[np.float32]
+    """[N, K] log mu of each, of the same distribution as behaviour_logp; -inf where there is none."""
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """One sampled answer, with what the behaviour policy said of it."""
 
@@ -59,6 +69,13 @@ class Trajectory:
     text: str
     """The decoded response, for verifiers and people; training never reads it."""
     reward: float | None = None
+    candidates: Candidates | None = None
+    """The engine's likeliest tokens at every sampled position; None when not asked for."""
+    keep_ids: NDArray[np.int32] | None = None
+    """[N, K] every token the truncated sampler could have chosen at n, -1 where a row is shorter (all of it where loss_mask is False);
+    None where sampling was not truncated. behaviour_logp is then of the truncated, renormalised distribution."""
+    kept_mass: NDArray[np.float32] | None = None
+    """[N] engine probability, before truncation, of the tokens in keep_ids; NaN where loss_mask is False."""
 
     @property
     def response_tokens(self) -> int:
@@ -71,6 +88,8 @@ class Trajectory:
             assert len(getattr(self, name)) == n, f"{name} has {len(getattr(self, name))} entries for {n} tokens"
         assert n >= 2, f"a trajectory needs at least two tokens to predict one, got {n}"
         assert not self.loss_mask[0], "the first token has nothing to be predicted from"
+        for name, rows in (("keep_ids", self.keep_ids), ("candidates", self.candidates.ids if self.candidates else None)):
+            assert rows is None or (rows.ndim == 2 and len(rows) == n), f"{name} for {n} tokens"
         if self.routes is not None:
             assert self.routes.ndim == 3 and self.routes.shape[0] == n - 1, f"routes {self.routes.shape} for {n} tokens"
 
@@ -82,9 +101,40 @@ class Batch:
     trajectories: tuple[Trajectory, ...]
     advantages: tuple[NDArray[np.float32], ...]
     """One [N] array a trajectory: the advantage of token n (0 where loss_mask is False)."""
+    values: tuple[NDArray[np.float32], ...] | None = None
+    """One [N] array a trajectory: the critic's value of the state before token n; None without a critic."""
+    returns: tuple[NDArray[np.float32], ...] | None = None
+    """One [N] array a trajectory: what that value is trained towards; NaN where it is not."""
 
     def __post_init__(self) -> None:
-        assert len(self.trajectories) == len(self.advantages)
+        for name in ("advantages", "values", "returns"):
+            arrays = getattr(self, name)
+            assert arrays is None or len(arrays) == len(self.trajectories), (
+                f"{len(arrays)} {name} for {len(self.trajectories)} trajectories"
+            )
+
+    def select(self, indices: Sequence[int]) -> Batch:
+        """The batch of those trajectories alone."""
+
+        def chosen(values: tuple[NDArray[np.float32], ...] | None) -> tuple[NDArray[np.float32], ...] | None:
+            return None if values is None else tuple(values[i] for i in indices)
+
+        return Batch(
+            tuple(self.trajectories[i] for i in indices),
+            tuple(self.advantages[i] for i in indices),
+            chosen(self.values),
+            chosen(self.returns),
+        )
+
+
+@dataclass(frozen=True)
+class RouterScores:
+    """What the routers of this rank's layers thought of the experts they chose."""
+
+    experts_RLK: Tensor
+    """int64 [rows, layers, K] the experts."""
+    log_scores_RLK: Tensor
+    """float32 natural log of their normalised scores over all experts."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +168,28 @@ class PackedBatch:
     """int64 index of each sequence in the data-parallel leader's Batch; -1 for a filler."""
     routes_TLK: Tensor | None = None
     """uint8 or int16: this rank's rows and layers only, once `routing.layout` has cut it; k distinct experts in padding."""
+    candidate_ids_TK: Tensor | None = None
+    """int64 the engine's likeliest tokens for the label's position, -1 where there is none."""
+    candidate_logp_TK: Tensor | None = None
+    """float32 log mu of each; -inf where there is none."""
+    keep_TK: Tensor | None = None
+    """int64 tokens the truncated sampler could have chosen, -1 where a row is shorter; a row of -1 alone keeps everything."""
     old_logp_T: Tensor | None = None
-    """float32 log-probs under the trainer's weights at the start of the step; on the last pipeline stage only."""
+    """float32 log-probs under the trainer's weights at the start of the step; on the last pipeline stage only, like all that follows."""
+    old_top_ids_TK: Tensor | None = None
+    """int64 the likeliest tokens under those weights."""
+    old_top_logp_TK: Tensor | None = None
+    """float32 their log-probs under those weights."""
+    reference_logp_T: Tensor | None = None
+    """float32 log-probs under the frozen reference policy."""
+    old_router: RouterScores | None = None
+    """At the start of the step; of this rank's rows and layers, on every rank."""
+    router_shift_T: Tensor | None = None
+    """float32 mean |log router score now / at the start of the step| over layers and the experts chosen then."""
+    values_T: Tensor | None = None
+    """float32 the critic's value of the state before the label, at the start of the step."""
+    returns_T: Tensor | None = None
+    """float32 what the critic is trained towards."""
 
     @property
     def num_sequences(self) -> int:
@@ -140,6 +210,18 @@ class TokenStats:
     """float32 natural log-prob of the label at the sampling temperature; carries the gradient in training."""
     entropy_T: Tensor | None = None
     """float32 nats."""
+    inside_T: Tensor | None = None
+    """bool, the label is in the support that the policy is restricted to; None without restriction."""
+    kept_mass_T: Tensor | None = None
+    """float32 probability of that support before renormalisation."""
+    top_ids_TK: Tensor | None = None
+    """int64 the likeliest tokens, where asked for."""
+    top_logp_TK: Tensor | None = None
+    """float32 their log-probs."""
+    candidate_logp_TK: Tensor | None = None
+    """float32 log-probs of the batch's candidates, where it has them."""
+    old_top_logp_TK: Tensor | None = None
+    """float32 log-probs of the batch's old top-K, where it has one."""
 
 
 Metric = tuple[Tensor, Tensor]

@@ -4,7 +4,12 @@ Megatron's local attention refuses packed sequences. This one takes the same `th
 Engine's, unpacks the sequences into a right-padded batch, and lets torch's fused scaled-dot-product attention do the work. Padding
 on the right needs no mask: a causal query never looks at a later key.
 
-Legend: T positions of the pack, S sequences, C the longest sequence, H heads, D head dimension.
+Under context parallelism each rank has the queries of its zig-zag shard (`routing.layout.context_positions`). Keys and values are
+gathered over the group, and the mask compares true positions. The whole pack's keys are in memory then: Transformer Engine's ring is
+for long sequences.
+
+Legend: T positions of the pack (of the shard, for queries), S sequences, C the longest sequence, Q its part in the shard, H heads,
+D head dimension.
 """
 
 from __future__ import annotations
@@ -13,10 +18,14 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from ..routing.layout import context_positions, gathered_order
 
 
 class PackedAttention(MegatronModule):
@@ -30,16 +39,15 @@ class PackedAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                f"parallel.context: {config.context_parallel_size} needs Transformer Engine's attention; without it use parallel.context 1"
-            )
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal) and attention_type == "self"
         assert (config.attention_dropout if attention_dropout is None else attention_dropout) == 0.0
         self.softmax_scale = softmax_scale
+        self.context_group = pg_collection.cp
 
     def forward(
         self,
@@ -52,28 +60,53 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """query [T, H, D], key and value [T, H_kv, D] -> [T, H * D]."""
+        """query [T, H, D], key and value [T, H_kv, D] of this rank's shard -> [T, H * D]. `packed_seq_params` are the whole pack's."""
         assert packed_seq_params is not None and attention_bias is None, "PackedAttention only takes packed (thd) sequences"
-        row_T, column_T, sequences, longest = _slots(packed_seq_params.cu_seqlens_q, query.shape[0])
-
-        def unpack(x_THD: Tensor) -> Tensor:
-            padded_SCHD = x_THD.new_zeros(sequences, longest, *x_THD.shape[1:])
-            return padded_SCHD.index_put((row_T, column_T), x_THD).transpose(1, 2)
-
-        out_SHCD = torch.nn.functional.scaled_dot_product_attention(
-            unpack(query),
-            unpack(key),
-            unpack(value),
-            is_causal=True,
+        cu_seqlens, size = packed_seq_params.cu_seqlens_q, self.context_group.size()
+        queries, keys, mask_SQC = Slots(cu_seqlens // size), Slots(cu_seqlens), None
+        if size > 1:
+            key, value = self._gather(key, value, cu_seqlens)
+            mask_SQC = self._causal_mask(queries, keys, cu_seqlens)
+        out_SHQD = torch.nn.functional.scaled_dot_product_attention(
+            queries.unpack(query),
+            keys.unpack(key),
+            keys.unpack(value),
+            attn_mask=None if mask_SQC is None else mask_SQC[:, None],
+            is_causal=mask_SQC is None,
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return out_SHCD.transpose(1, 2)[row_T, column_T].reshape(query.shape[0], -1)
+        return queries.pack(out_SHQD).reshape(query.shape[0], -1)
+
+    def _gather(self, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole pack's keys and values, in order. Backward sums what every rank's queries say of a key on the rank that has it."""
+        both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.context_group)
+        both = both[gathered_order(cu_seqlens, self.context_group.size())]
+        return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
+
+    def _causal_mask(self, queries: Slots, keys: Slots, cu_seqlens: Tensor) -> Tensor:
+        """bool [S, Q, C]: each query looks at the keys of its sequence up to its own position."""
+        position_T = context_positions(cu_seqlens, self.context_group.rank(), self.context_group.size())
+        position_T = position_T - cu_seqlens[:-1].long()[queries.row_T]
+        # Padding queries look at the first key: with none to look at, softmax would make NaN.
+        position_SQ = position_T.new_zeros(queries.sequences, queries.longest).index_put((queries.row_T, queries.column_T), position_T)
+        return torch.arange(keys.longest, device=position_T.device) <= position_SQ[:, :, None]
 
 
-def _slots(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor, int, int]:
-    """For each position its (sequence, offset), then the number of sequences and the longest length."""
-    lengths_S = cu_seqlens[1:] - cu_seqlens[:-1]
-    row_T = torch.repeat_interleave(torch.arange(lengths_S.numel(), device=cu_seqlens.device), lengths_S, output_size=length)
-    column_T = torch.arange(length, device=cu_seqlens.device) - cu_seqlens[:-1].long()[row_T]
-    return row_T, column_T, lengths_S.numel(), int(lengths_S.max())
+class Slots:
+    """Where each position of a pack goes in a right-padded batch [sequences, longest]: its row and its column."""
+
+    def __init__(self, cu_seqlens: Tensor) -> None:
+        lengths_S = cu_seqlens[1:] - cu_seqlens[:-1]
+        self.sequences, self.longest = lengths_S.numel(), int(lengths_S.max())
+        self.row_T = torch.repeat_interleave(lengths_S)
+        self.column_T = torch.arange(self.row_T.numel(), device=cu_seqlens.device) - cu_seqlens[:-1].long()[self.row_T]
+
+    def unpack(self, x_THD: Tensor) -> Tensor:
+        """[S, H, C, D], zeros in the padding."""
+        padded_SCHD = x_THD.new_zeros(self.sequences, self.longest, *x_THD.shape[1:])
+        return padded_SCHD.index_put((self.row_T, self.column_T), x_THD).transpose(1, 2)
+
+    def pack(self, x_SHCD: Tensor) -> Tensor:
+        """[T, H, D]."""
+        return x_SHCD.transpose(1, 2)[self.row_T, self.column_T]

@@ -8,20 +8,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import random
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from .actor import Actor
+from .base import MegatronModel
 from .parallel import Mesh
+from .randomness import random_states, restore_random_states
 
 STATE = "state.json"
 
@@ -40,6 +38,12 @@ class TrainState:
     architecture: str
     world_size: int
     has_optimizer: bool
+    prompt_batches: int = 0
+    """Batches of prompts drawn so far; more than `step` where dynamic sampling drew again."""
+    schedules: Mapping[str, Any] = field(default_factory=dict)
+    """State of each learning-rate schedule by name, in JSON's types."""
+    rollbacks: int = 0
+    """Rejected steps in a row (mipu)."""
 
 
 def folders(root: Path) -> list[Path]:
@@ -62,15 +66,26 @@ def read_state(folder: Path) -> TrainState:
         raise ValueError(f"checkpoint: {str(file)!r} is of another version of megatron_rl ({error})") from error
 
 
-def save(root: Path, actor: Actor, state: TrainState, keep: int) -> Path:
-    """Writes root/step_<n>, then removes all but the newest `keep`. Collective."""
-    mesh = actor.mesh
+def save(
+    root: Path, models: Mapping[str, MegatronModel], state: TrainState, keep: int, extra: Callable[[Path], None] | None = None
+) -> Path:
+    """Writes root/step_<n>, then removes all but the newest `keep`. Collective.
+
+    Args:
+        models: "actor", and the "critic" where there is one; each has a folder of its own.
+        extra: writes a rank's own files into the folder before it counts as whole.
+    """
+    mesh = models["actor"].mesh
     folder = root / f"step_{state.step:06d}"
     if mesh.is_main:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    mesh.barrier()
-    dist_checkpointing.save(_sharded(actor, is_loading=False, with_optimizer=state.has_optimizer), str(folder))
+    for name, model in models.items():
+        if mesh.is_main:
+            _model_folder(folder, name).mkdir(parents=True)
+        mesh.barrier()
+        dist_checkpointing.save(_sharded(model, is_loading=False, with_optimizer=state.has_optimizer), str(_model_folder(folder, name)))
+    if extra is not None:
+        extra(folder)
     mesh.barrier()
     if mesh.is_main:
         partial = folder / (STATE + ".partial")
@@ -82,38 +97,49 @@ def save(root: Path, actor: Actor, state: TrainState, keep: int) -> Path:
     return folder
 
 
-def load(folder: Path, actor: Actor, architecture: str) -> TrainState:
-    """Restores weights and, if the checkpoint has them and the actor trains, optimizer and RNG. Collective.
+def _model_folder(folder: Path, name: str) -> Path:
+    return folder if name == "actor" else folder / name
+
+
+def load(folder: Path, models: Mapping[str, MegatronModel], architecture: str) -> TrainState:
+    """Restores weights and, if the checkpoint has them and the models train, optimizers and RNG. Collective.
 
     Raises:
-        ValueError: the checkpoint is not whole or is of another architecture.
+        ValueError: the checkpoint is not whole, is of another architecture, or lacks a model.
     """
     state = read_state(folder)
     if state.architecture != architecture:
         raise ValueError(
             f"checkpoint: {str(folder)!r} holds a {state.architecture}, but model.path is a {architecture}; point it elsewhere"
         )
-    actor.finish_loading()
-    same_ranks = state.world_size == actor.mesh.world_size
-    wanted = _sharded(actor, is_loading=True, with_optimizer=state.has_optimizer, with_rng=same_ranks)
-    loaded = dist_checkpointing.load(wanted, str(folder))
-    for i, chunk in enumerate(actor.chunks):
-        chunk.load_state_dict(loaded[_model_key(actor, i)])
-    if actor.optimizer is not None:
-        if state.has_optimizer:
-            actor.optimizer.load_state_dict(loaded["optimizer"])
-        else:
-            actor.optimizer.reload_model_params()
-    if same_ranks:
-        _restore_rng(loaded["rng"])
+    for name, model in models.items():
+        if not _model_folder(folder, name).is_dir():
+            raise ValueError(f"checkpoint: {str(folder)!r} has no {name}: it was trained without; start in another logging.dir")
+        _load_model(_model_folder(folder, name), model, state)
     return state
 
 
-def _model_key(actor: Actor, index: int) -> str:
+def _load_model(folder: Path, model: MegatronModel, state: TrainState) -> None:
+    model.finish_loading()
+    same_ranks = state.world_size == model.mesh.world_size
+    wanted = _sharded(model, is_loading=True, with_optimizer=state.has_optimizer, with_rng=same_ranks)
+    loaded = dist_checkpointing.load(wanted, str(folder))
+    for i, chunk in enumerate(model.chunks):
+        chunk.load_state_dict(loaded[_model_key(model, i)])
+    if model.optimizer is not None:
+        if state.has_optimizer:
+            model.optimizer.load_state_dict(loaded["optimizer"])
+        else:
+            model.optimizer.reload_model_params()
+    if same_ranks:
+        restore_random_states(loaded["rng"])
+
+
+def _model_key(actor: MegatronModel, index: int) -> str:
     return "model" if len(actor.chunks) == 1 else f"model{index}"
 
 
-def _sharded(actor: Actor, *, is_loading: bool, with_optimizer: bool, with_rng: bool = True) -> dict[str, Any]:
+def _sharded(actor: MegatronModel, *, is_loading: bool, with_optimizer: bool, with_rng: bool = True) -> dict[str, Any]:
     content: dict[str, Any] = {_model_key(actor, i): chunk.sharded_state_dict() for i, chunk in enumerate(actor.chunks)}
     if with_optimizer and actor.optimizer is not None:
         metadata = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
@@ -125,19 +151,4 @@ def _sharded(actor: Actor, *, is_loading: bool, with_optimizer: bool, with_rng: 
 
 
 def _rng(mesh: Mesh) -> ShardedObject:
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - the global generator is what other packages draw from
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": get_cuda_rng_tracker().get_states(),
-    }
-    return ShardedObject("rng", state, (mesh.world_size,), (mesh.rank,), replica_id=0)
-
-
-def _restore_rng(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state(state["device"])
-    get_cuda_rng_tracker().set_states(state["tracker"])
+    return ShardedObject("rng", random_states(), (mesh.world_size,), (mesh.rank,), replica_id=0)

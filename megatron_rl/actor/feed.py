@@ -1,4 +1,4 @@
-"""From a leader's Batch to every rank's micro-batches: pack, cut each rank's own routes, hand out, count.
+"""From a leader's Batch to every rank's micro-batches: pack, cut each rank's own columns and routes, hand out, count.
 
 Nothing that grows with the batch passes through global rank 0: each data-parallel leader serves its own replica.
 """
@@ -9,9 +9,12 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from ..data.packing import count_bins, pack, positions_of
 from ..methods.objective import Denominators
-from ..routing.layout import Place, cut
+from ..routing.layout import Place, context_positions, cut
 from ..types import Batch, PackedBatch
 from .parallel import Mesh
 
@@ -41,14 +44,13 @@ def hand_out(
         ValueError: on every rank, when a leader's batch cannot be packed.
     """
     assert (batch is not None) == mesh.is_leader
-    tensor, context = places[0].tensor_size, places[0].context_size
-    assert context == 1, "packing for context parallelism is not supported yet"
+    align = alignment(places[0])
     needed, tokens, sequences, problem = 0, 0, 0, None
     if batch is not None:
         masks = [t.loss_mask[1:] for t in batch.trajectories]
         tokens, sequences = sum(int(m.sum()) for m in masks), sum(bool(m.any()) for m in masks)
         try:
-            needed = count_bins([positions_of(t) for t in batch.trajectories], budget)
+            needed = count_bins([positions_of(t, align) for t in batch.trajectories], budget)
         except ValueError as error:
             problem = str(error)
     answers = mesh.gather((needed, tokens, sequences, problem))
@@ -60,19 +62,41 @@ def hand_out(
         packed = pack(
             batch,
             budget=budget,
-            multiple_of=tensor,
+            multiple_of=align * places[0].tensor_size,
+            align=align,
             micro_batches=-(-max(a[0] for a in answers) // multiple) * multiple,
             uniform=mesh.pipeline_size > 1,
             experts=experts,
         )
-        shards = [[_for_place(p, places[rank]) for p in packed] for rank in mesh.replica_ranks]
+        shards = [[shard(p, places[rank]) for p in packed] for rank in mesh.replica_ranks]
     return Feed(
         micro_batches=mesh.scatter(shards),
         over=Denominators(tokens=sum(a[1] for a in answers), sequences=sum(a[2] for a in answers), max_tokens=max_tokens),
     )
 
 
-def _for_place(packed: PackedBatch, place: Place) -> PackedBatch:
-    if packed.routes_TLK is None:
-        return packed
-    return dataclasses.replace(packed, routes_TLK=cut(packed.routes_TLK, packed.cu_seqlens, place))
+def alignment(place: Place) -> int:
+    """What each sequence's positions are padded to a multiple of, so that context parallelism can cut it."""
+    return 2 * place.context_size if place.context_size > 1 else 1
+
+
+def shard(packed: PackedBatch, place: Place) -> PackedBatch:
+    """A rank's part of a whole micro-batch: its context-parallel columns of every [T] field, its rows and layers of the routes.
+
+    `cu_seqlens` and `sample_S` stay the whole micro-batch's: attention and rotary embedding cut by them.
+    """
+    mine = context_positions(packed.cu_seqlens, place.context_rank, place.context_size)
+    columns = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed) if f.name.endswith(("_T", "_TK"))}
+    routes = None if packed.routes_TLK is None else cut(packed.routes_TLK, packed.cu_seqlens, place)
+    return dataclasses.replace(packed, **{k: v[mine] for k, v in columns.items() if v is not None}, routes_TLK=routes)
+
+
+def last_positions(batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Where the last real token of each sequence stands in this rank's shard: ([S] index into the shard, [S] position in the sequence).
+
+    Both are -1 where the shard has no token of the sequence. The rank with the largest position has the sequence's last token.
+    """
+    real_T = batch.sequence_T < batch.num_sequences
+    index_T = torch.arange(batch.length)[real_T]
+    last_S = torch.full((batch.num_sequences,), -1).scatter_reduce(0, batch.sequence_T[real_T], index_T, "amax")
+    return last_S, torch.where(last_S >= 0, batch.positions_T[last_S], -1)

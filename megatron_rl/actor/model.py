@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -87,6 +88,32 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight
 
 
+class ValueHead(MegatronModule):
+    """hidden -> one value a position. Every tensor rank holds the whole of it and sees every position."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size))
+
+    def forward(self, hidden_TH: Tensor) -> Tensor:
+        """fp32 [T]."""
+        return torch.nn.functional.linear(hidden_TH.float(), self.weight.float()).squeeze(-1)
+
+
+class ValueModel(PolicyModel):
+    """The policy's trunk under a value head. Its weights are never tied: the head has nothing in common with the embedding."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "share_embeddings_and_output_weights": False})
+        if self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(self.config)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Without what GPTModel adds for an output layer."""
+        return MegatronModule.sharded_state_dict(self, *args, **kwargs)
+
+
 def transformer_config(config: Config, family: Family, hf: Mapping[str, Any], how: Implementation, cuda: bool) -> TransformerConfig:
     """Megatron's configuration: the family's numbers, the run's layout, and what the machine allows."""
     p = config.parallel
@@ -155,14 +182,14 @@ def layer_specs(config: TransformerConfig, how: Implementation, vp_stage: int | 
 
 
 def build_chunks(
-    config: Config, family: Family, hf: Mapping[str, Any], mesh: Mesh, how: Implementation
+    config: Config, family: Family, hf: Mapping[str, Any], mesh: Mesh, how: Implementation, kind: type[PolicyModel] = PolicyModel
 ) -> tuple[TransformerConfig, list[PolicyModel]]:
     """This rank's model chunks (one, or one a virtual pipeline stage), with uninitialised weights on the mesh's device."""
     core = transformer_config(config, family, hf, how, mesh.device.type == "cuda")
     virtual = config.parallel.virtual_pipeline
     chunks = []
     for vp_stage in range(virtual) if virtual else [None]:
-        chunk = PolicyModel(
+        chunk = kind(
             config=core,
             transformer_layer_spec=layer_specs(core, how, vp_stage),
             pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -38,6 +38,8 @@ class Mesh:
     replica_group: dist.ProcessGroup
     """The ranks that train on the same samples (one data-parallel index: TP x CP x PP), over gloo."""
     replica_ranks: tuple[int, ...]
+    context_group: dist.ProcessGroup
+    """The ranks that share the positions of this rank's micro-batches, over `backend`."""
 
     @property
     def is_leader(self) -> bool:
@@ -153,6 +155,7 @@ def create_mesh(parallel: ParallelConfig, seed: int = 0) -> Mesh:
         control_group=control,
         replica_group=replica_group,
         replica_ranks=replica_ranks,
+        context_group=ps.get_context_parallel_group(),
     )
 
 

@@ -26,7 +26,7 @@ BUCKET_BYTES = 256 * 1024 * 1024
 
 
 @torch.no_grad()
-def load_hf(models: Sequence[nn.Module], folder: str | Path) -> None:
+def load_hf(models: Sequence[nn.Module], folder: str | Path, *, trunk: bool = False) -> None:
     """Fills every parameter of this rank from a checkpoint. No communication: each rank reads what it needs.
 
     Values are cast to the parameters' dtype. Build the optimizer afterwards, or its fp32 copies keep the old weights.
@@ -34,6 +34,7 @@ def load_hf(models: Sequence[nn.Module], folder: str | Path) -> None:
     Args:
         models: this rank's GPTModel chunks, in Megatron's wrappers or not.
         folder: holds config.json and safetensors, experts one by one or fused.
+        trunk: the models have a value head in place of the output layer; it is left as it is.
 
     Raises:
         ValueError: unsupported architecture or config field; a tensor that is missing, left over, of another shape or damaged;
@@ -43,9 +44,9 @@ def load_hf(models: Sequence[nn.Module], folder: str | Path) -> None:
     family = family_for(reader.config)
     shape = live_shape(family, reader.config, models)
     source = Source(reader, family, shape)
-    parameters = held_parameters(models, family, shape)
+    parameters = held_parameters(models, family, shape, trunk=trunk)
     seat = own_seat(models)
-    for slot in held_slots(family, shape, seat):
+    for slot in held_slots(family, shape, seat, trunk=trunk):
         layout = slot.mapping.layout
         full = layout.full_from_hf([source.tensor(name) for name in slot.hf_names], shape)
         parameters[slot.key].copy_(layout.shard(full, parts(slot), part_index(slot, seat)))

@@ -61,7 +61,7 @@ def hf_to_mcore(folder: str, out: str, parallel: ParallelConfig | None = None, d
             world_size=actor.mesh.world_size,
             has_optimizer=False,
         )
-        written = save(Path(out), actor, state, keep=1)
+        written = save(Path(out), {"actor": actor}, state, keep=1)
         if actor.mesh.is_main:
             log.info("wrote %s", written)
         return written
@@ -86,7 +86,7 @@ def mcore_to_hf(checkpoint: str, out: str, hf_template: str, parallel: ParallelC
     if Path(out).exists():
         raise ValueError(f"out: {out!r} exists already; remove it or choose another folder")
     with _actor(hf_template, parallel or ParallelConfig(), dtype) as actor:
-        load(_newest(Path(checkpoint)), actor, actor.hf["architectures"][0])
+        load(_newest(Path(checkpoint)), {"actor": actor}, actor.hf["architectures"][0])
         actor.save_hf(out, hf_template)
         if actor.mesh.is_main:
             log.info("wrote %s", out)

@@ -97,16 +97,18 @@ def experts_per_rank(shape: ModelShape) -> int:
     return max(1, shape.experts // ps.get_expert_model_parallel_world_size())
 
 
-def held_slots(family: Family, shape: ModelShape, seat: Seat) -> Iterator[Slot]:
-    """What this rank must have, in the table's order; with pipelined tied embeddings, the last stage's copy too."""
+def held_slots(family: Family, shape: ModelShape, seat: Seat, *, trunk: bool = False) -> Iterator[Slot]:
+    """What this rank must have, in the table's order; with pipelined tied embeddings, the last stage's copy too. trunk: no output layer."""
     count = experts_per_rank(shape)
     for slot in family.slots(shape):
+        if trunk and (slot.mapping.part == "head" or (slot.mapping.part == "embedding" and not seat.first)):
+            continue
         if seat.holds(slot, count) or (slot.mapping.part == "embedding" and shape.tied and seat.last):
             yield slot
 
 
-def held_parameters(chunks: Sequence[nn.Module], family: Family, shape: ModelShape) -> dict[Key, Parameter]:
-    """Every parameter of this rank under its slot's key, names and shapes checked.
+def held_parameters(chunks: Sequence[nn.Module], family: Family, shape: ModelShape, *, trunk: bool = False) -> dict[Key, Parameter]:
+    """Every parameter of this rank under its slot's key, names and shapes checked. trunk: all but the value head.
 
     Raises:
         ValueError: the model has a parameter that the family does not know, lacks one, or has one of another shape.
@@ -118,12 +120,14 @@ def held_parameters(chunks: Sequence[nn.Module], family: Family, shape: ModelSha
         model = unwrap(chunk)
         numbers = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
         for name, parameter in model.named_parameters():
+            if trunk and name.startswith("value_head."):
+                continue
             key = _key(name, rows, numbers, first_expert, shape.tied)
             if key is None:
                 raise ValueError(f"the model's parameter {name} has no counterpart in {family.name}")
             assert key not in found, f"{name} is the second parameter for {key}"
             found[key] = parameter
-    _check_complete(found, family, shape, own_seat(chunks))
+    _check_complete(found, list(held_slots(family, shape, own_seat(chunks), trunk=trunk)), family, shape)
     return found
 
 
@@ -143,13 +147,13 @@ def _key(name: str, rows: dict[str, str], layers: dict[int, int], first_expert: 
     )
 
 
-def _check_complete(found: dict[Key, Parameter], family: Family, shape: ModelShape, seat: Seat) -> None:
-    expected = {slot.key: slot for slot in held_slots(family, shape, seat)}
+def _check_complete(found: dict[Key, Parameter], slots: Sequence[Slot], family: Family, shape: ModelShape) -> None:
+    expected, rank = {slot.key: slot for slot in slots}, dist.get_rank()
     for key, slot in expected.items():
         if key not in found:
-            raise ValueError(f"the model on rank {seat.rank} lacks {slot}, which {family.name} has")
+            raise ValueError(f"the model on rank {rank} lacks {slot}, which {family.name} has")
         wanted = slot.mapping.layout.shard_shape(slot.hf_shapes(shape), shape, parts(slot))
         if tuple(found[key].shape) != wanted:
             raise ValueError(f"the model's {slot} has shape {tuple(found[key].shape)}, but config.json makes it {wanted}")
     for key in found.keys() - expected.keys():
-        raise ValueError(f"the model on rank {seat.rank} has {key}, which config.json does not")
+        raise ValueError(f"the model on rank {rank} has {key}, which config.json does not")

@@ -1,9 +1,9 @@
-"""Bounds on the error of the first-order surrogate, and what they certify (papers.md 3.2, 4, 5). Plain floats in, plain floats out.
+"""Bounds on the error of the first-order surrogate, and what they certify (papers.md 3.2, 4, 5, 8.3). Plain floats in, plain floats out.
 
     Error = J(theta) - J(mu) - L,   L the surrogate;   L > bound certifies J(theta) > J(mu).   Rewards in [0, 1] unless xi says otherwise.
 
 The inputs may be exact (a tree MDP), sampled, or from a live run; a bound is only as good as the maxima that went into it. TRM is
-2512.23075 [F], DPPO 2602.04879 [F], CPPO 2606.10968 [F].
+2512.23075 [F], DPPO 2602.04879 [F], CPPO 2606.10968 [F]; `ascent` is of the series "When speed kills stability" [F].
 """
 
 from __future__ import annotations
@@ -130,3 +130,21 @@ def cppo_suffix(xi: float, tv: Sequence[float], limits: Sequence[float]) -> floa
         raise ValueError(f"limits: {len(limits)} values for {len(tv)} positions; give one a position")
     after = [sum(limits[t + 1 :]) for t in range(len(limits))]
     return 4 * xi * sum(u * rest for u, rest in zip(tv, after, strict=True))
+
+
+def ascent(step: float, smoothness: float, gradient: Sequence[float], bias: Sequence[float], variance: float) -> float:
+    """Least expected gain of one step of stochastic gradient ascent with a biased gradient, on a smooth J (papers.md 8.3):
+
+        E J(theta + eta g) - J(theta) >= eta (1 - L eta/2) |grad J|^2 + eta (1 - L eta) <grad J, b> - (L eta^2 / 2)(Var + |b|^2)
+
+    Args:
+        step: eta.
+        smoothness: L, a Lipschitz constant of grad J.
+        gradient: grad J(theta).
+        bias: b = E g - grad J.
+        variance: E |g - E g|^2.
+    """
+    square = sum(x * x for x in gradient)
+    inner = sum(x * b for x, b in zip(gradient, bias, strict=True))
+    noise = variance + sum(b * b for b in bias)
+    return step * (1 - smoothness * step / 2) * square + step * (1 - smoothness * step) * inner - smoothness * step**2 / 2 * noise

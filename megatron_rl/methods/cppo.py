@@ -43,6 +43,8 @@ class CPPOConfig(ObjectiveParams):
     """Scale instead of dropping."""
     anchor: Anchor = "theta/mu"
     """Which ratio and divergence the mask looks at; the weight stays theta/mu."""
+    candidates: int = 20
+    """K of the top-K divergences; 20 is DPPO's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,6 +52,7 @@ class CPPOConfig(ObjectiveParams):
         self.require("w_min", 0 < self.w_min <= 1, "must be in (0, 1]; the paper's value is 0.8")
         self.require("budget", self.budget >= 0, "must not be negative; usual values are 0.015 for TV and 0.002 for KL")
         self.require("quantile", 0 < self.quantile < 1, "must be in (0, 1); the paper's value is 0.9")
+        self.require("candidates", self.candidates >= 1, "must be at least 1; DPPO's value is 20")
 
 
 def statistics(tokens: Tokens, config: CPPOConfig) -> Mapping[str, Tensor]:
@@ -109,5 +112,6 @@ METHOD = Method(
     summary="Divergence mask with a budget shared along the prefix",
     aggregation="token-mean",
     needs=_needs,
+    candidates=lambda config: int(config.candidates),
     statistics=statistics,
 )

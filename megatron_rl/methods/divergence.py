@@ -21,17 +21,20 @@ def divergence_T(tokens: Tokens, which: Divergence, anchor: Anchor) -> Tensor:
         return binary_tv(logp_T, base_logp_T)
     if which == "binary_kl":
         return binary_kl(logp_T, base_logp_T)
-    top_k = tokens.top_k
-    assert top_k is not None, "the loop must provide what Stack.needs names"
+    top_k = tokens.top_k(anchor)
     pi = partition(logp_T, top_k.logp_TK, top_k.has_label_T)
-    base = partition(base_logp_T, top_k.anchor(anchor), top_k.has_label_T)
+    base = partition(base_logp_T, top_k.base_logp_TK, top_k.has_label_T)
     return partition_tv(pi, base) if which == "top_k_tv" else partition_kl(pi, base)
 
 
 def divergence_needs(which: Divergence, anchor: Anchor) -> frozenset[Need]:
     """What the divergence makes necessary."""
-    top_k: frozenset[Need] = frozenset({"top_k"}) if which.startswith("top_k") else frozenset()
-    return pair_needs(anchor) | top_k
+    return pair_needs(anchor) | (top_k_needs(anchor) if which.startswith("top_k") else frozenset())
+
+
+def top_k_needs(anchor: Anchor) -> frozenset[Need]:
+    """Whose likeliest tokens a partition is made of: those of the ratio's denominator."""
+    return frozenset({"old_top_k"}) if anchor == "theta/old" else frozenset({"behaviour_top_k"})
 
 
 def outward_T(log_ratio_T: Tensor, advantages_T: Tensor) -> Tensor:

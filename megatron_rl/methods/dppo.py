@@ -31,11 +31,14 @@ class DPPOConfig(ObjectiveParams):
     """Largest detached ratio: 5 in the paper's scaling runs, 10 in its repository, 20 in verl; null for none."""
     anchor: Anchor = "theta/mu"
     """Which ratio and divergence the mask looks at; the weight stays theta/mu."""
+    candidates: int = 20
+    """K of the top-K divergences; 20 is DPPO's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("threshold", self.threshold > 0, "must be positive; usual values are 0.15 for TV and 0.05 for KL")
         self.require("ratio_cap", self.ratio_cap is None or self.ratio_cap >= 1, "must be at least 1, or null for none")
+        self.require("candidates", self.candidates >= 1, "must be at least 1; DPPO's value is 20")
 
 
 def surrogate(tokens: Tokens, config: DPPOConfig) -> Surrogate:
@@ -67,4 +70,5 @@ METHOD = Method(
     summary="Masks outward moves of tokens whose distribution moved too far",
     aggregation="seq-mean-token-sum-norm",
     needs=_needs,
+    candidates=lambda config: int(config.candidates),
 )

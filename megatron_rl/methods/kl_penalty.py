@@ -5,7 +5,7 @@
 
 Read with samples from theta, k1 and k3 estimate KL(theta || base). As a *loss*, k1's gradient is in expectation 0 (its value is right, its
 gradient is not), k2's is the gradient of KL(theta || base), k3's that of KL(base || theta). prime-rl's kl_tau * log-ratio^2 is base mu, k2,
-beta = 2 kl_tau. Inside the reward, use `shaping.kl_in_reward`.
+beta = 2 kl_tau. Inside the reward, use `kl_in_reward`.
 """
 
 from __future__ import annotations

@@ -52,5 +52,5 @@ METHOD = Method(
     unit="token",
     summary="Detached theta/mu, masked by PPO's condition on theta/old",
     aggregation="token-mean",
-    needs=frozenset({"old"}),
+    needs=frozenset({"recomputed_old"}),
 )

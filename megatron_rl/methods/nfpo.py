@@ -31,12 +31,15 @@ class NFPOConfig(ObjectiveParams):
     """Outward moves beyond it are masked; a probability for TV, nats for KL."""
     anchor: Anchor = "theta/mu"
     """Which ratio."""
+    candidates: int = 20
+    """K of the top-K divergences; 20 is DPPO's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require("steps", self.steps >= 1, "must be at least 1, which is the first-order surrogate")
         self.require("trace_cap", self.trace_cap >= 1, "must be at least 1, or on-policy traces would be scaled down")
         self.require("threshold", self.threshold > 0, "must be positive; usual values are 0.15 for TV and 0.05 for KL")
+        self.require("candidates", self.candidates >= 1, "must be at least 1; DPPO's value is 20")
 
 
 def surrogate(tokens: Tokens, config: NFPOConfig) -> Surrogate:
@@ -65,4 +68,5 @@ METHOD = Method(
     summary="Ratio times the product of the next N - 1 ratios (mask and detach inferred)",
     aggregation="token-mean",
     needs=_needs,
+    candidates=lambda config: int(config.candidates),
 )

@@ -29,9 +29,15 @@ __all__ = [
 ]  # fmt: skip
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-Kind = Literal["objective", "correction", "penalty"]
-Need = Literal["old", "turns", "top_k", "uniform", "router_shift", "reference"]
-"""old: a forward at the start of the step. turns: turn ids in the segments. The others are optional fields of `Tokens`."""
+Kind = Literal["objective", "correction", "penalty", "vocabulary", "advantage", "data", "step", "schedule"]
+Need = Literal[
+    "old", "recomputed_old", "turns", "behaviour_top_k", "old_top_k", "uniform", "router_shift", "reference", "min_p_sampling", "keep_sets"
+]
+"""old: log-probs to take ratios over; the engine's may stand in. recomputed_old: the trainer's own at the start of the step, as a method
+that compares old with mu or was told to look at old needs them. turns: turn ids in the segments. min_p_sampling: an engine that truncates
+as the method does. keep_sets: the ids a truncated sampler could choose. The others are optional fields of `Tokens`."""
+WHOLE_VOCABULARY = 0
+"""A top-K that leaves nothing out, so that a partition is the distribution itself."""
 Evidence = Literal["F", "C", "D", "A", "I", "N"]
 Unit = Literal["token", "prefix", "turn", "sequence", "step", "vocabulary", "layer"]
 
@@ -69,8 +75,9 @@ class Method:
     kind: Kind
     config: type
     """A frozen dataclass; each field has a default and, in its docstring, a unit."""
-    apply: Callable[[Tokens, Any], Any]
-    """(Tokens, config) -> Surrogate for an objective or penalty, Correction for a correction."""
+    apply: Callable[[Tokens, Any], Any] | None
+    """(Tokens, config) -> Surrogate for an objective or penalty, Correction for a correction or a vocabulary restriction; None for the
+    other kinds, whose functions the loop calls by name."""
     paper: str
     evidence: str
     """The tags of papers.md: F full text, C code, D secondary, A abstract, I inferred, N not located."""
@@ -83,13 +90,15 @@ class Method:
     statistics: Callable[[Tokens, Any], Mapping[str, Tensor]] | None = None
     """(Tokens, config) -> additive statistics of one micro-batch. They are summed over the mini-batch and all ranks in a pre-pass,
     and come back as `Tokens.totals`, so that no result depends on the micro-batch or the parallel layout."""
+    candidates: Callable[[Any], int] | None = None
+    """For methods that need a top-K: config -> K; `WHOLE_VOCABULARY` for all tokens."""
     gradient_divisor: Callable[[float, Any], float] | None = None
     """(norm of the gradient of clipped_loss, config) -> what the step's gradient is divided by; only SORL has one."""
 
 
 def pair_needs(pair: Pair) -> frozenset[Need]:
     """Whether a ratio makes the forward at the start of the step necessary."""
-    return frozenset({"old"}) if "old" in pair else frozenset()
+    return frozenset({"recomputed_old"}) if "old" in pair else frozenset()
 
 
 @dataclass(frozen=True)

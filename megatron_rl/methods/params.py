@@ -45,6 +45,12 @@ class CorrectionParams(Params):
     where: ClassVar[str] = "corrections.params"
 
 
+class MethodParams(Params):
+    """Base of the parameters of vocabulary, data, step and schedule methods."""
+
+    where: ClassVar[str] = "methods.params"
+
+
 def build(cls: type, params: Mapping[str, Any], field: str, owner: str) -> Any:
     """An instance of the parameter class `cls` from a user's mapping.
 

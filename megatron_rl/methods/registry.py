@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import MethodConfig, ObjectiveConfig
 from ..types import Metric
 from .catalog import METHODS
-from .objective import Aggregation, Denominators, Kind, Method, Need, Tokens, reduce_loss
+from .objective import WHOLE_VOCABULARY, Aggregation, Denominators, Kind, Method, Need, Tokens, reduce_loss
 from .params import build as build_params
 
 
@@ -31,17 +31,22 @@ def lookup(name: str, kinds: tuple[Kind, ...], field: str) -> Method:
     return method
 
 
-LOOP_PROVIDES: frozenset[Need] = frozenset({"old", "turns"})
-"""What the training loop can give a method so far; a stack that needs more is refused before anything starts."""
-
 REMEDIES: dict[Need, str] = {
-    "old": "an old-policy forward at the start of the step",
-    "turns": "the turn index of every token; collect multi-turn trajectories",
-    "top_k": "the top-K log-probs of every token; have the engine return them and the actor score them",
-    "uniform": "one uniform a token; pass uniform.token_uniforms",
-    "router_shift": "the router's scores under the old policy; only mixture-of-experts models have them",
-    "reference": "the log-probs of a frozen reference policy; name one",
+    "old": "log-probs of the policy that the step started from",
+    "recomputed_old": "the trainer's own log-probs at the start of the step: set train.old_policy to recomputed, or anchor it at mu",
+    "turns": "the turn of every token: set data.step_delimiter to split answers into steps",
+    "behaviour_top_k": "the engine's likeliest tokens at every position",
+    "old_top_k": "the likeliest tokens at the start of the step: set train.old_policy to recomputed",
+    "uniform": "one uniform a token",
+    "router_shift": "the router's scores: only mixture-of-experts models have them, and train.old_policy must be recomputed",
+    "reference": "a frozen reference policy: set reference.path",
+    "min_p_sampling": "an engine that prunes alike: set rollout.min_p to the method's rho, and rollout.keep_sets to hold the support",
+    "keep_sets": "the ids the sampler could choose from: set rollout.keep_sets to the most of them at one token",
 }
+"""What a user does about a need that a configuration does not meet."""
+
+STACKED: dict[Kind, str] = {"correction": "corrections", "penalty": "corrections"}
+"""The configuration field a method of each kind is listed in; `methods` for kinds that are not named here."""
 
 
 @dataclass(frozen=True)
@@ -77,23 +82,37 @@ class Stack:
     corrections: tuple[Part, ...]
     aggregation: Aggregation
     penalties: tuple[Part, ...] = ()
+    vocabulary: Part | None = None
+    """The restriction of every distribution to a part of the vocabulary; it masks tokens like a correction."""
+    others: tuple[Part, ...] = ()
+    """Data-, step- and schedule-level methods: the loop asks for them by name, the loss does not know them."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """All of them, the objective first."""
-        return (self.objective, *self.corrections, *self.penalties)
+        vocabulary = () if self.vocabulary is None else (self.vocabulary,)
+        return (self.objective, *self.corrections, *self.penalties, *vocabulary, *self.others)
 
     @property
     def needs(self) -> frozenset[Need]:
         """What the forward passes and the rollout must provide."""
         return frozenset().union(*(part.needs for part in self.parts))
 
+    def find(self, name: str) -> Any | None:
+        """The parameters of that data-, step- or schedule-level method, None where it is not in the stack."""
+        return next((part.config for part in self.others if part.method.name == name), None)
+
+    def candidates(self, need: Literal["behaviour_top_k", "old_top_k"], vocab_size: int) -> int:
+        """How many of a policy's likeliest tokens the stack wants at each position; 0 for none."""
+        wanted = [part.method.candidates(part.config) for part in self.parts if need in part.needs and part.method.candidates]
+        return min(vocab_size, max((vocab_size if k == WHOLE_VOCABULARY else k for k in wanted), default=0))
+
     def check_available(self, available: Collection[Need]) -> None:
         """Raises ValueError, before anything runs, if a method needs what this run does not provide."""
         for part in self.parts:
             for need in sorted(part.needs - set(available)):
-                kind = "objective" if part is self.objective else "corrections"
-                raise ValueError(f"{kind}: {part.method.name!r} needs {REMEDIES[need]}; this run has none. Provide it or choose another")
+                field = "objective" if part is self.objective else STACKED.get(part.method.kind, "methods")
+                raise ValueError(f"{field}: {part.method.name!r} needs {REMEDIES[need]}")
 
     @property
     def has_statistics(self) -> bool:
@@ -133,7 +152,7 @@ class Stack:
         metrics = _named(self.objective, answer.metrics)
         weight_T = torch.ones_like(answer.loss_T).detach()
         keep_T = tokens.mask_T
-        for part in self.corrections:
+        for part in (*self.corrections, *(() if self.vocabulary is None else (self.vocabulary,))):
             correction = _apply(part, tokens)
             weight_T = weight_T * correction.weight_T.detach()
             keep_T = keep_T & correction.keep_T
@@ -163,26 +182,43 @@ def _apply(part: Part, tokens: Tokens) -> Any:
     """The method's answer, given its own totals without their prefix."""
     prefix = f"{part.method.name}/"
     own = {k.removeprefix(prefix): v for k, v in tokens.totals.items() if k.startswith(prefix)}
+    assert part.method.apply is not None, "only objectives, corrections, penalties and vocabulary restrictions are part of a loss"
     return part.method.apply(dataclasses.replace(tokens, totals=own), part.config)
 
 
-def build(objective: ObjectiveConfig, corrections: Sequence[MethodConfig]) -> Stack:
-    """The stack a configuration names. Penalties are listed among the corrections.
+def build(objective: ObjectiveConfig, corrections: Sequence[MethodConfig], methods: Sequence[MethodConfig] = ()) -> Stack:
+    """The stack a configuration names.
+
+    Args:
+        corrections: corrections and penalties.
+        methods: vocabulary restrictions, and data-, step- and schedule-level methods.
 
     Raises:
-        ValueError: an unknown method or parameter, or one method twice.
+        ValueError: an unknown method or parameter, one method twice, or two vocabulary restrictions.
     """
     method = lookup(objective.name, ("objective",), "objective.name")
-    parts: list[Part] = []
-    for i, correction in enumerate(corrections):
-        field = f"corrections[{i}]"
-        m = lookup(correction.name, ("correction", "penalty"), f"{field}.name")
-        if any(part.method is m for part in parts):
-            raise ValueError(f"{field}.name: {m.name!r} is stacked twice; its effect would be applied twice. Remove one")
-        parts.append(Part(m, build_params(m.config, correction.params, f"{field}.params", m.name)))
+    stacked = _parts(corrections, "corrections", ("correction", "penalty"))
+    others = _parts(methods, "methods", ("vocabulary", "data", "step", "schedule"))
+    vocabulary = [part for part in others if part.method.kind == "vocabulary"]
+    if len(vocabulary) > 1:
+        names = " and ".join(part.method.name for part in vocabulary)
+        raise ValueError(f"methods: {names} both restrict the vocabulary; keep one")
     return Stack(
         objective=Part(method, build_params(method.config, objective.params, "objective.params", method.name)),
-        corrections=tuple(part for part in parts if part.method.kind == "correction"),
+        corrections=tuple(part for part in stacked if part.method.kind == "correction"),
         aggregation=objective.aggregation or method.aggregation,
-        penalties=tuple(part for part in parts if part.method.kind == "penalty"),
+        penalties=tuple(part for part in stacked if part.method.kind == "penalty"),
+        vocabulary=vocabulary[0] if vocabulary else None,
+        others=tuple(part for part in others if part.method.kind != "vocabulary"),
     )
+
+
+def _parts(configured: Sequence[MethodConfig], where: str, kinds: tuple[Kind, ...]) -> list[Part]:
+    parts: list[Part] = []
+    for i, one in enumerate(configured):
+        field = f"{where}[{i}]"
+        method = lookup(one.name, kinds, f"{field}.name")
+        if any(part.method is method for part in parts):
+            raise ValueError(f"{field}.name: {method.name!r} is stacked twice; its effect would be applied twice. Remove one")
+        parts.append(Part(method, build_params(method.config, one.params, f"{field}.params", method.name)))
+    return parts

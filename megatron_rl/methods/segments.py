@@ -60,8 +60,12 @@ class Segments(Protocol):
         """[T] sum over the next n loss tokens of the sequence, t excluded (fewer at the end)."""
         ...
 
+    def turn_sum(self, x_T: Tensor) -> Tensor:
+        """[T] sum over the loss tokens that share t's sequence and turn, at each of them; 0 elsewhere."""
+        ...
+
     def turn_mean(self, x_T: Tensor) -> Tensor:
-        """[T] mean over the loss tokens that share t's sequence and turn, at each of them."""
+        """[T] mean over the loss tokens that share t's sequence and turn, at each of them; 0 elsewhere."""
         ...
 
 
@@ -149,14 +153,16 @@ class LocalSegments:
         end_M = torch.minimum(here_M + n, self._start_M + self._count_S[self._sequence_M])
         return self._put((total_M[end_M] - total_M[here_M]).to(x_M.dtype))
 
-    def turn_mean(self, x_T: Tensor) -> Tensor:
-        x_M = self._take(x_T)
+    def turn_sum(self, x_T: Tensor) -> Tensor:
         if not self._has_turns:
-            return self.spread(self.mean(x_T))
+            return self.spread(self.sum(x_T))
+        x_M = self._take(x_T)
         groups = int(self._turn_M.max()) + 1 if self._turn_M.numel() else 0
-        total_G = x_M.new_zeros(groups).index_add(0, self._turn_M, x_M)
-        count_G = x_M.new_zeros(groups).index_add(0, self._turn_M, torch.ones_like(x_M))
-        return self._put((total_G / count_G.clamp(min=1))[self._turn_M])
+        return self._put(x_M.new_zeros(groups).index_add(0, self._turn_M, x_M)[self._turn_M])
+
+    def turn_mean(self, x_T: Tensor) -> Tensor:
+        total_T = self.turn_sum(x_T)
+        return total_T / self.turn_sum(torch.ones_like(total_T)).clamp(min=1)
 
 
 def _dense_ids(sequence_M: Tensor, turn_M: Tensor) -> Tensor:

@@ -6,7 +6,8 @@
     otherwise:                              PPO's clipped ratio, the base method
 
 With the exact envelope, accepted tokens are distributed as theta and the acceptance rate is 1 / Mhat. One uniform a token. K is not
-stated in the accessible text; a third-party port uses 10.
+stated in the accessible text; a third-party port uses 10. Where another method of the stack wants more candidates, the envelope is over
+those.
 """
 
 from __future__ import annotations
@@ -23,15 +24,23 @@ from .objective import Method, Surrogate, Tokens, ratio
 
 @dataclass(frozen=True)
 class SISConfig(ppo.ClipParams):
-    """Parameters of `sis`: those of its base, PPO's clip."""
+    """Parameters of `sis`: its own and those of its base, PPO's clip."""
+
+    candidates: int = 10
+    """K of TopK(old); the paper's value is not confirmed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("candidates", self.candidates >= 1, "must be at least 1; a port uses 10")
 
 
 def accepted_T(tokens: Tokens) -> Tensor:
     """[T] bool, which tokens count as drawn by theta."""
-    assert tokens.top_k is not None and tokens.uniform_T is not None, "the loop must provide what Stack.needs names"
-    envelope_T = (tokens.top_k.logp_TK - tokens.top_k.anchor("theta/old")).amax(dim=1)
+    assert tokens.uniform_T is not None, "the loop must provide what Stack.needs names"
+    top_k = tokens.top_k("theta/old")
+    envelope_T = (top_k.logp_TK - top_k.base_logp_TK).amax(dim=1)
     chance_T = ratio(tokens.detached_log_ratio("theta/old") - envelope_T)
-    return tokens.top_k.has_label_T & (tokens.uniform_T < chance_T)
+    return top_k.has_label_T & (tokens.uniform_T < chance_T)
 
 
 def surrogate(tokens: Tokens, config: SISConfig) -> Surrogate:
@@ -53,5 +62,6 @@ METHOD = Method(
     unit="token",
     summary="Stale tokens accepted by rejection sampling become on-policy; PPO for the rest",
     aggregation="seq-mean-token-mean",
-    needs=frozenset({"old", "top_k", "uniform"}),
+    needs=frozenset({"recomputed_old", "old_top_k", "uniform"}),
+    candidates=lambda config: int(config.candidates),
 )

@@ -25,25 +25,17 @@ Pair = Literal["theta/old", "theta/mu", "old/mu"]
 
 @dataclass(frozen=True)
 class TopK:
-    """The likeliest K tokens at each position, chosen by one policy (mu for DPPO and CPPO, old for SIS) and scored by all. Detached.
+    """The likeliest K tokens of the policy in a ratio's denominator, scored by it and by theta. Detached.
 
     A position whose row is not of this kind (prompt, padding) may hold anything.
     """
 
     logp_TK: Tensor
     """fp32 log theta of each candidate."""
+    base_logp_TK: Tensor
+    """fp32 log of the policy that chose them."""
     has_label_T: Tensor
     """bool, the label is among the candidates."""
-    behaviour_logp_TK: Tensor | None = None
-    """fp32 log mu; for methods anchored at mu."""
-    old_logp_TK: Tensor | None = None
-    """fp32 log old; for methods that need "old"."""
-
-    def anchor(self, pair: Literal["theta/old", "theta/mu"]) -> Tensor:
-        """[T, K] log-probs under the pair's denominator."""
-        base_TK = self.old_logp_TK if pair == "theta/old" else self.behaviour_logp_TK
-        assert base_TK is not None, f"the top-K were not scored by the denominator of {pair}"
-        return base_TK
 
 
 @dataclass(frozen=True)
@@ -63,14 +55,20 @@ class Tokens:
     segments: Segments
     totals: Mapping[str, Tensor] = field(default_factory=dict)
     """Sums over the whole mini-batch of what the method's `statistics` returned for each micro-batch."""
-    top_k: TopK | None = None
-    """For methods that need "top_k"."""
+    behaviour_top_k: TopK | None = None
+    """Chosen by mu; for methods that need "behaviour_top_k"."""
+    old_top_k: TopK | None = None
+    """Chosen by old; for methods that need "old_top_k"."""
     uniform_T: Tensor | None = None
     """fp32 in [0, 1), one draw a token (`uniform.token_uniforms`); for methods that need "uniform"."""
     router_shift_T: Tensor | None = None
     """fp32 >= 0, mean over layers and experts of |log router score theta / old|; for methods that need "router_shift"."""
     reference_logp_T: Tensor | None = None
     """fp32 log-probs of a frozen reference policy; for methods that need "reference"."""
+    inside_T: Tensor | None = None
+    """bool, the label is in the support that theta is restricted to; for vocabulary restrictions."""
+    kept_mass_T: Tensor | None = None
+    """fp32, theta's probability of that support before it was renormalised."""
 
     @staticmethod
     def of(
@@ -81,10 +79,13 @@ class Tokens:
         segments: Segments,
         totals: Mapping[str, Tensor] | None = None,
         *,
-        top_k: TopK | None = None,
+        behaviour_top_k: TopK | None = None,
+        old_top_k: TopK | None = None,
         uniform_T: Tensor | None = None,
         router_shift_T: Tensor | None = None,
         reference_logp_T: Tensor | None = None,
+        inside_T: Tensor | None = None,
+        kept_mass_T: Tensor | None = None,
     ) -> Tokens:
         """Selects with the loss mask, casts to fp32 (fp64 stays) and detaches everything but theta's log-probs."""
         mask_T = segments.mask_T
@@ -96,9 +97,11 @@ class Tokens:
         def optional(x: Tensor | None) -> Tensor | None:
             return None if x is None else clean(x).detach()
 
-        if top_k is not None:
-            mu_TK, old_TK = optional(top_k.behaviour_logp_TK), optional(top_k.old_logp_TK)
-            top_k = TopK(clean(top_k.logp_TK).detach(), top_k.has_label_T & mask_T, mu_TK, old_TK)
+        def clean_top_k(top_k: TopK | None) -> TopK | None:
+            if top_k is None:
+                return None
+            return TopK(clean(top_k.logp_TK).detach(), clean(top_k.base_logp_TK).detach(), top_k.has_label_T & mask_T)
+
         return Tokens(
             logp_T=clean(logp_T),
             old_logp_T=clean(old_logp_T).detach(),
@@ -107,10 +110,13 @@ class Tokens:
             mask_T=mask_T,
             segments=segments,
             totals=dict(totals or {}),
-            top_k=top_k,
+            behaviour_top_k=clean_top_k(behaviour_top_k),
+            old_top_k=clean_top_k(old_top_k),
             uniform_T=optional(uniform_T),
             router_shift_T=optional(router_shift_T),
             reference_logp_T=optional(reference_logp_T),
+            inside_T=None if inside_T is None else inside_T & mask_T,
+            kept_mass_T=optional(kept_mass_T),
         )
 
     @property
@@ -132,6 +138,12 @@ class Tokens:
         """[T] the pair's log-ratio, detached: what masks and thresholds look at."""
         numerator_T, denominator_T = self.logps(pair)
         return numerator_T - denominator_T
+
+    def top_k(self, anchor: Literal["theta/old", "theta/mu"]) -> TopK:
+        """The candidates of the pair's denominator."""
+        found = self.old_top_k if anchor == "theta/old" else self.behaviour_top_k
+        assert found is not None, "the loop must provide what Stack.needs names"
+        return found
 
     def live_log_ratio(self, pair: Literal["theta/old", "theta/mu"]) -> Tensor:
         """[T] the pair's log-ratio with its gradient."""

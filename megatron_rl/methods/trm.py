@@ -8,8 +8,10 @@
     ser             keep_i = 1[ mean_t |rho_t - 1| <= ratio_threshold ]
 
 D is KL(mu || theta) at each token. sampled: k2 for the maximum (k3 is lopsided for small ratios) and k3 for the mean, as the paper
-substitutes; top_k: the partition KL, a lower bound, exact when K = V. Rejected sequences stay in the denominator. With objective
-`policy_gradient` (weight theta/mu, seq-mean-token-sum) this is the paper's loss. Watch that acceptance stays above 70 %.
+substitutes; top_k: the KL of the partition {each of the likeliest K}, {label}, {rest}, a lower bound; exact: the sum over the whole
+vocabulary, the paper's own form. exact makes the rollout return (or the old forward keep) all V log-probs of every token, so it is for
+small vocabularies and calibration runs. Rejected sequences stay in the denominator. With objective `policy_gradient` (weight theta/mu,
+seq-mean-token-sum) this is the paper's loss. Watch that acceptance stays above 70 %.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .divergence import divergence_T
-from .estimators import k2, k3
-from .objective import Correction, Method, Need, Pair, Tokens, pair_needs, ratio
+from .divergence import divergence_T, top_k_needs
+from .estimators import exact_kl, k2, k3
+from .objective import WHOLE_VOCABULARY, Correction, Method, Need, Pair, Tokens, pair_needs, ratio
 from .params import CorrectionParams
 
 _DEFAULTS = {"max": (0.05, None), "mean": (None, 0.001), "both": (0.1, 0.002)}
@@ -34,8 +36,10 @@ class TRMConfig(CorrectionParams):
 
     criterion: Literal["max", "mean", "both", "length_neutral", "ser"] = "both"
     """Which sequences go."""
-    source: Literal["sampled", "top_k"] = "sampled"
+    source: Literal["sampled", "top_k", "exact"] = "sampled"
     """Where the KL of max, mean and both comes from."""
+    candidates: int = 20
+    """K of source top_k."""
     max_threshold: float | None = None
     """Nats at one token; null takes the paper's: 0.05 for max, 0.1 for both."""
     mean_threshold: float | None = None
@@ -54,16 +58,26 @@ class TRMConfig(CorrectionParams):
         for name in ("max_threshold", "mean_threshold", "ratio_threshold", "epsilon", "delta"):
             value = getattr(self, name)
             self.require(name, value is None or value > 0, "must be positive")
-        self.require("source", not (self.source == "top_k" and self.pair == "old/mu"), "scores theta; set pair to theta/mu or theta/old")
+        self.require("source", self.source == "sampled" or self.pair != "old/mu", "scores theta; set pair to theta/mu or theta/old")
+        self.require("candidates", self.candidates >= 1, "must be at least 1; DPPO's value is 20")
+
+
+def _distances_T(tokens: Tokens, config: TRMConfig) -> tuple[Tensor, Tensor]:
+    """[T] the KL that the maximum looks at and the one that the mean looks at, nats."""
+    if config.source == "sampled" or config.pair == "old/mu":
+        log_T = tokens.detached_log_ratio(config.pair)
+        return k2(log_T), k3(log_T)
+    if config.source == "exact":
+        every = tokens.top_k(config.pair)
+        kl_T = exact_kl(every.logp_TK, every.base_logp_TK)
+    else:
+        kl_T = divergence_T(tokens, "top_k_kl", config.pair)
+    return kl_T, kl_T
 
 
 def _accept_S(tokens: Tokens, config: TRMConfig) -> Tensor:
     """[S] verdicts of max, mean and both."""
-    if config.source == "top_k" and config.pair != "old/mu":
-        for_max_T = for_mean_T = divergence_T(tokens, "top_k_kl", config.pair)
-    else:
-        log_T = tokens.detached_log_ratio(config.pair)
-        for_max_T, for_mean_T = k2(log_T), k3(log_T)
+    for_max_T, for_mean_T = _distances_T(tokens, config)
     largest, mean = _DEFAULTS[config.criterion]
     accept_S = torch.ones_like(tokens.segments.count(), dtype=torch.bool)
     if largest is not None:
@@ -96,8 +110,13 @@ def correct(tokens: Tokens, config: TRMConfig) -> Correction:
 
 
 def _needs(config: TRMConfig) -> frozenset[Need]:
-    top_k: frozenset[Need] = frozenset({"top_k"}) if config.source == "top_k" else frozenset()
-    return pair_needs(config.pair) | top_k
+    if config.source == "sampled" or config.pair == "old/mu":
+        return pair_needs(config.pair)
+    return pair_needs(config.pair) | top_k_needs(config.pair)
+
+
+def _candidates(config: TRMConfig) -> int:
+    return WHOLE_VOCABULARY if config.source == "exact" else config.candidates
 
 
 METHOD = Method(
@@ -110,4 +129,5 @@ METHOD = Method(
     unit="sequence",
     summary="Drops sequences that leave the trust region",
     needs=_needs,
+    candidates=_candidates,
 )

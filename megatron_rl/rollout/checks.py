@@ -24,7 +24,7 @@ class Served:
     vocab_size: int
 
 
-def check_served(served: Served, facts: ModelFacts, shape: RouteShape | None, *, dtype: str, routes: bool) -> None:
+def check_served(served: Served, facts: ModelFacts, shape: RouteShape | None, *, dtype: str, routes: bool, keep_sets: int = 0) -> None:
     """Raises ValueError, naming the server, the value and the remedy, where it cannot be the behaviour policy of this trainer."""
 
     def require(condition: bool, what: str, remedy: str) -> None:
@@ -65,6 +65,12 @@ def check_served(served: Served, facts: ModelFacts, shape: RouteShape | None, *,
             "it has a hierarchical cache, whose host hits return wrong expert rows (sgl-project/sglang#26975)",
             "start it without --enable-hierarchical-cache",
         )
+    limit = int(served.server.get("sampling_mask_max_tokens", 0))
+    require(
+        not keep_sets or limit > keep_sets,
+        f"it returns keep-sets of {limit} tokens at most, and rollout.keep_sets = {keep_sets} takes one more",
+        f"start it with --sampling-mask-max-tokens {2 * keep_sets}",
+    )
     require(
         served.server.get("dp_size", 1) == 1,
         f"it runs {served.server.get('dp_size')} data-parallel replicas, which distributed weight updates do not reach",

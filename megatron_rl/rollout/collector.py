@@ -8,46 +8,20 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.client import EngineClient, EngineError, EngineUnreachable
 from megatron_rl.rollout.fleet import Engine, Fleet
 from megatron_rl.rollout.ingest import Expected, trajectory
+from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Prompt, Trajectory
+
+__all__ = ["Sampling", "collect"]
 
 OVERSUBSCRIPTION = 2
 """Samples asked of a server at once, as a multiple of those it can run: its queue must never be empty while work is left."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How to sample; the whole distribution, so that log-probs are those of what was sampled from."""
-
-    temperature: float = 1.0
-    """0 is greedy."""
-    max_new_tokens: int = 32
-    stop_token_ids: tuple[int, ...] = ()
-    """Besides the model's own end of sequence."""
-
-    @classmethod
-    def from_config(cls, config: RolloutConfig) -> Self:
-        """As training samples."""
-        return cls(config.temperature, config.max_new_tokens)
-
-    def parameters(self) -> dict[str, Any]:
-        """SGLang's `sampling_params`."""
-        return {
-            "temperature": self.temperature,
-            "max_new_tokens": self.max_new_tokens,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "stop_token_ids": list(self.stop_token_ids),
-        }
 
 
 def collect(
@@ -82,6 +56,7 @@ def collect(
         route_shape=fleet.route_shape if routes else None,
         version=version,
         keep_aborted=keep_aborted,
+        sampling=sampling,
     )
     if routes:
         assert fleet.route_shape is not None and fleet.routes, "the fleet was not opened with routes=True"
@@ -109,8 +84,8 @@ class _Collection:
         self.sampling = sampling
         self.expected = expected
         # A server that is asked for all samples at once computes the prompt once (14 tokens: 15 % of its time, more for longer ones).
-        # A router takes single samples only.
-        self.per_request = 1 if fleet.router else samples
+        # A router takes single samples only; and that one computation samples nothing, which SGLang 0.5.23 then calls a keep-set it lost.
+        self.per_request = 1 if fleet.router or sampling.truncates else samples
         self.nonce = uuid.uuid4().hex[:8]
         bound = OVERSUBSCRIPTION * fleet.config.max_running_requests * len(fleet.engines)
         self.slots = asyncio.Semaphore(max(1, bound // self.per_request))
@@ -151,9 +126,8 @@ class _Collection:
         body: dict[str, Any] = {
             "rid": rid,
             "input_ids": [int(token) for token in prompt.tokens],
-            "sampling_params": self.sampling.parameters() | {"n": count},
-            "return_logprob": True,
-        }
+        } | self.sampling.request(self.expected.vocab_size)
+        body["sampling_params"]["n"] = count
         if self.expected.route_shape is not None:
             body["return_routed_experts"] = True
         what = f"request {rid} (prompt {prompt.id})"

@@ -224,7 +224,8 @@ class Fleet:
         client = engine.client
         server, model = await asyncio.gather(client.server_info(), client.model_info())
         served = Served(client.url, server, model, await client.vocab_size())
-        check_served(served, self.facts, self.route_shape, dtype=self.config.dtype, routes=self.routes)
+        config = self.config
+        check_served(served, self.facts, self.route_shape, dtype=config.dtype, routes=self.routes, keep_sets=config.keep_sets)
         engine.tensor = int(server["tp_size"])
         engine.device = str(server["device"])
 

@@ -1,7 +1,8 @@
 """A server's reply becomes a Trajectory, or an error that names the request and what the server needs.
 
 Schema of SGLang 0.5.23's /generate: `output_ids`, `text`, and `meta_info` with `finish_reason`, `prompt_tokens`,
-`output_token_logprobs` [[log-prob, id, null]], `weight_versions` [{version, start, end}] and `routed_experts` (base64).
+`output_token_logprobs` [[log-prob, id, null]], `weight_versions` [{version, start, end}], `routed_experts` (base64), and what
+`alternatives` reads.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Any, NoReturn, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_rl.rollout.alternatives import candidates, keep_sets
 from megatron_rl.rollout.client import EngineError
 from megatron_rl.rollout.routes import RouteShape, decode_routes
-from megatron_rl.types import FinishReason, Prompt, Trajectory
+from megatron_rl.rollout.sampling import Sampling
+from megatron_rl.types import Candidates, FinishReason, Prompt, Trajectory
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Expected:
     version: int | None
     """Weight version of every token; None takes any."""
     keep_aborted: bool
+    sampling: Sampling = Sampling()
+    """What was asked for."""
 
 
 def trajectory(reply: Mapping[str, Any], prompt: Prompt, group: str, rid: str, url: str, expected: Expected) -> Trajectory:
@@ -58,10 +63,9 @@ def trajectory(reply: Mapping[str, Any], prompt: Prompt, group: str, rid: str, u
     head = len(prompt.tokens)
     tokens = np.concatenate([np.asarray(prompt.tokens, dtype=np.int32), output.astype(np.int32)])
     sampled = np.arange(len(tokens)) >= head
-    behaviour = np.full(len(tokens), np.nan, dtype=np.float32)
     versions = np.full(len(tokens), -1, dtype=np.int32)
     try:
-        behaviour[head:] = _log_probs(meta, output)
+        policy = _policy(meta, output, expected)
         versions[head:], spans = _versions(meta, output.size)
         if expected.version is not None and (versions[head:] != expected.version).any():
             raise ValueError(
@@ -75,13 +79,40 @@ def trajectory(reply: Mapping[str, Any], prompt: Prompt, group: str, rid: str, u
         group=group,
         tokens=tokens,
         loss_mask=sampled,
-        behaviour_logp=behaviour,
+        behaviour_logp=_from(head, policy.logp, np.nan),
         versions=versions,
         turns=np.where(sampled, 0, -1).astype(np.int32),
         routes=routes,
         finish_reason=cast(FinishReason, reason),
         text=str(reply.get("text", "")),
+        candidates=policy.candidates and Candidates(_from(head, policy.candidates.ids, -1), _from(head, policy.candidates.logp, -np.inf)),
+        keep_ids=None if policy.keep_ids is None else _from(head, policy.keep_ids, -1),
+        kept_mass=None if policy.kept_mass is None else _from(head, policy.kept_mass, np.nan),
     )
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """What a reply says of the policy at its M sampled tokens; the fields of Trajectory without the prompt's rows."""
+
+    logp: NDArray[np.float32]
+    candidates: Candidates | None
+    keep_ids: NDArray[np.int32] | None = None
+    kept_mass: NDArray[np.float32] | None = None
+
+
+def _policy(meta: Mapping[str, Any], output: NDArray[np.int64], expected: Expected) -> _Policy:
+    sampling, vocab_size = expected.sampling, expected.vocab_size
+    logp = _log_probs(meta, output)
+    if sampling.truncates:
+        kept = keep_sets(meta, output, logp, sampling, vocab_size)
+        return _Policy(kept.logp, kept.candidates, kept.ids, kept.mass)
+    return _Policy(logp, candidates(meta, output, logp, sampling, vocab_size) if sampling.candidates else None)
+
+
+def _from(head: int, rows: NDArray[Any], fill: float) -> NDArray[Any]:
+    """The rows behind `head` rows of `fill`."""
+    return np.concatenate([np.full((head, *rows.shape[1:]), fill, dtype=rows.dtype), rows])
 
 
 def _log_probs(meta: Mapping[str, Any], output: NDArray[np.int64]) -> NDArray[np.float32]:

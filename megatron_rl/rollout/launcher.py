@@ -117,6 +117,9 @@ def server_arguments(config: RolloutConfig, spec: ServerSpec, index: int, port: 
     ]
     if spec.routes:
         arguments.append("--enable-return-routed-experts")
+    if config.keep_sets:
+        # tokens tied at the cut-off stay, so a set may be larger; every step copies as many ids as this from the device, used or not
+        arguments += ["--sampling-mask-max-tokens", str(2 * config.keep_sets)]
     arguments += _cuda_arguments(config, index) if cuda else _cpu_arguments(config, spec)
     return [*arguments, *config.extra_args]
 

@@ -24,19 +24,45 @@ class Place:
     """Global MoE layer indices (0-based among MoE layers) that the rank's model chunks hold."""
 
 
+def second_chunk(cu_seqlens: Tensor, size: int) -> Tensor:
+    """bool [T / size]: whether each of a context-parallel rank's positions lies in the second of its two chunks; equal on all ranks."""
+    _, column_T, chunk_T = _shard_columns(cu_seqlens, size)
+    return column_T >= chunk_T
+
+
+def context_positions(cu_seqlens: Tensor, rank: int, size: int) -> Tensor:
+    """int64 [T / size] indices into the pack of the positions that context-parallel rank `rank` of `size` holds, ascending.
+
+    Each sequence is cut into 2 x size equal chunks; the rank holds chunks `rank` and 2 x size - 1 - `rank` (zig-zag), as Megatron's
+    rotary embedding and Transformer Engine's attention expect.
+    """
+    begin_T, column_T, chunk_T = _shard_columns(cu_seqlens, size)
+    skipped_T = torch.where(column_T < chunk_T, rank, 2 * (size - 1) - rank)
+    return begin_T + column_T + skipped_T * chunk_T
+
+
+def gathered_order(cu_seqlens: Tensor, size: int) -> Tensor:
+    """int64 [T] index that puts the shards of all context-parallel ranks, one after another, back in the order of the pack."""
+    return torch.cat([context_positions(cu_seqlens, rank, size) for rank in range(size)]).argsort()
+
+
+def _shard_columns(cu_seqlens: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each position of a shard: where its sequence begins in the pack, its offset in the shard's part of it, its chunk's length."""
+    begin_S, lengths_S = cu_seqlens[:-1].long(), (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    unit = 2 * size if size > 1 else 1
+    assert bool((lengths_S % unit == 0).all()), f"sequences of {lengths_S.tolist()} positions cannot be cut into {unit} chunks each"
+    row_T = torch.repeat_interleave(lengths_S // size)
+    column_T = torch.arange(row_T.numel(), device=cu_seqlens.device) - (begin_S // size)[row_T]
+    return begin_S[row_T], column_T, (lengths_S // unit)[row_T]
+
+
 def local_positions(cu_seqlens: Tensor, length: int, place: Place) -> Tensor:
     """int64 indices into the pack of the positions whose tokens pass this rank's routers, in the order they pass.
 
-    Context parallelism cuts each sequence into 2 x size chunks; rank r holds chunks r and 2 x size - 1 - r (zig-zag). Tensor ranks
-    then share the positions in equal contiguous parts.
+    Tensor ranks share a context-parallel rank's positions (`context_positions`) in equal contiguous parts.
     """
-    position = torch.arange(length, device=cu_seqlens.device)
-    if place.context_size > 1:
-        pieces = []
-        for begin, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-            chunks = position[begin:end].chunk(2 * place.context_size)
-            pieces += [chunks[place.context_rank], chunks[2 * place.context_size - 1 - place.context_rank]]
-        position = torch.cat(pieces)
+    position = context_positions(cu_seqlens, place.context_rank, place.context_size)
+    assert position.numel() * place.context_size == length
     assert position.numel() % place.tensor_size == 0, f"{position.numel()} positions cannot be split over {place.tensor_size} tensor ranks"
     return position.chunk(place.tensor_size)[place.tensor_rank]
 

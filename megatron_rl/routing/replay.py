@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from ..types import RouterScores
 
 Mode = Literal["live", "record", "replay", "observe"]
 """live: routers choose freely. record: they do, and it is kept. replay: they take the given rows. observe: they choose freely, and
@@ -33,11 +35,23 @@ def in_backward() -> bool:
 
 
 @dataclass
-class _Session:
+class Session:
+    """One pass of the schedule: what routers are given, and what was seen of them."""
+
     mode: Mode
     rows: Mapping[Key, Tensor]
+    keep_scores: bool = False
+    before: Mapping[Key, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Experts and log-scores of an earlier pass, to compare with."""
     recorded: dict[Key, Tensor] = field(default_factory=dict)
+    """mode record: the live choices."""
+    chosen: dict[Key, Tensor] = field(default_factory=dict)
+    """keep_scores: the experts in use, and in `scores` the natural log of their normalised router scores."""
+    scores: dict[Key, Tensor] = field(default_factory=dict)
     differing: dict[int, Tensor] = field(default_factory=dict)
+    """mode observe: micro-batch -> layers of this rank that would route each token otherwise."""
+    shift: dict[int, Tensor] = field(default_factory=dict)
+    """Micro-batch -> sum over this rank's layers of the mean |log score now / before| over the experts of the earlier pass."""
     order: dict[int, list[int]] = field(default_factory=dict)
     """Layer -> the micro-batches its forward has seen, in order."""
     recomputed: dict[int, int] = field(default_factory=dict)
@@ -47,9 +61,10 @@ class _Session:
 class RouterHook:
     """What a router calls in place of its top-k."""
 
-    def __init__(self, owner: RoutingReplay, layer_number: int, chunk: int) -> None:
+    def __init__(self, owner: RoutingReplay, router: nn.Module, layer_number: int, chunk: int) -> None:
         self._owner = owner
-        self._chunk = chunk
+        self._router = router
+        self.chunk = chunk
         self.layer_number = layer_number
 
     def get_replay_topk(
@@ -62,9 +77,17 @@ class RouterHook:
     ) -> TopK:
         """Megatron's contract: (scores at the chosen experts, their ids), each [tokens, topk]."""
         assert default_compute_topk is not None
-        return self._owner.choose(
-            self._chunk, self.layer_number, scores, topk, lambda: default_compute_topk(scores, topk, num_groups, group_topk)
-        )
+        return self._owner.choose(self, scores, topk, lambda: default_compute_topk(scores, topk, num_groups, group_topk))
+
+    @torch.no_grad()
+    def log_scores(self, scores: Tensor) -> Tensor:
+        """fp32 [tokens, experts] natural log of the normalised scores, whatever form the router hands to its top-k."""
+        config: Any = self._router.config
+        bias = getattr(self._router, "expert_bias", None)
+        if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+            return scores.float().log_softmax(dim=-1)
+        plain = scores.float() if bias is None else scores.float() - bias
+        return (plain / plain.sum(dim=-1, keepdim=True)).clamp(min=torch.finfo(torch.float32).tiny).log()
 
 
 class RoutingReplay:
@@ -76,7 +99,7 @@ class RoutingReplay:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], router_type: type[nn.Module]) -> None:
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._micro_batch: dict[int, int] = {}
         self._hooks: dict[int, RouterHook] = {}
         for index, chunk in enumerate(chunks):
@@ -85,7 +108,7 @@ class RoutingReplay:
                 assert isinstance(number, int), "a router without a layer number cannot be bound"
                 if number in self._hooks:
                     raise ValueError(f"two live routers claim layer {number}; replay binds one router a layer")
-                hook = RouterHook(self, number, index)
+                hook = RouterHook(self, router, number, index)
                 router.router_replay = hook  # type: ignore[assignment]
                 self._hooks[number] = hook
 
@@ -95,11 +118,21 @@ class RoutingReplay:
         return tuple(sorted(self._hooks))
 
     @contextmanager
-    def session(self, mode: Mode, rows: Sequence[Tensor | None] = (), *, micro_batches: int) -> Iterator[_Session]:
+    def session(
+        self,
+        mode: Mode,
+        rows: Sequence[Tensor | None] = (),
+        *,
+        micro_batches: int,
+        keep_scores: bool = False,
+        compare_with: Sequence[RouterScores | None] = (),
+    ) -> Iterator[Session]:
         """One pass of the schedule over `micro_batches`.
 
         Args:
             rows: for replay and observe, one [tokens, layers, K] a micro-batch, layers in the order of `layer_numbers`.
+            keep_scores: keep the experts in use and their scores.
+            compare_with: one a micro-batch, kept by an earlier pass; fills `Session.shift`.
 
         Raises:
             RuntimeError: at the end, if a row was left over or is missing; names micro-batch and layer.
@@ -115,7 +148,7 @@ class RoutingReplay:
                     raise RuntimeError(f"micro-batch {index}: routes for {shard.shape[1]} layers, this rank has {len(self._hooks)}")
                 for column, number in enumerate(self.layer_numbers):
                     keyed[index, number] = shard[:, column].long()
-        self._session = _Session(mode, keyed)
+        self._session = Session(mode, keyed, keep_scores, self._keyed(compare_with))
         try:
             yield self._session
             self._finish(self._session, micro_batches)
@@ -123,28 +156,31 @@ class RoutingReplay:
             self._session = None
             self._micro_batch.clear()
 
+    def _keyed(self, scores: Sequence[RouterScores | None]) -> dict[Key, tuple[Tensor, Tensor]]:
+        return {
+            (index, number): (one.experts_RLK[:, column], one.log_scores_RLK[:, column])
+            for index, one in enumerate(scores)
+            if one is not None
+            for column, number in enumerate(self.layer_numbers)
+        }
+
     def start_micro_batch(self, chunk: int, index: int) -> None:
         """Tells the routers of a chunk which micro-batch its next forward is."""
         self._micro_batch[chunk] = index
 
-    def choose(self, chunk: int, layer: int, scores: Tensor, topk: int, live: Callable[[], TopK]) -> TopK:
+    def choose(self, hook: RouterHook, scores: Tensor, topk: int, live: Callable[[], TopK]) -> TopK:
         """The top-k of one router call."""
-        session = self._session
+        session, layer = self._session, hook.layer_number
         if session is None:
             return live()
-        key = (self._next_recompute(session, layer) if in_backward() else self._next_forward(session, chunk, layer), layer)
-        if session.mode == "replay":
-            return _gather(scores, session.rows[key], topk, key)
-        probs, chosen = live()
-        if session.mode == "record" and not in_backward():
-            session.recorded[key] = chosen.detach()
-        if session.mode == "observe" and not in_backward():
-            differs = (chosen.sort(dim=-1).values != session.rows[key].sort(dim=-1).values).any(dim=-1)
-            before = session.differing.get(key[0])
-            session.differing[key[0]] = differs.to(torch.int32) if before is None else before + differs
+        again = in_backward()
+        key = (self._next_recompute(session, layer) if again else self._next_forward(session, hook.chunk, layer), layer)
+        probs, chosen = _gather(scores, session.rows[key], topk, key) if session.mode == "replay" else live()
+        if not again:
+            _watch(session, key, hook, scores, chosen)
         return probs, chosen
 
-    def _next_forward(self, session: _Session, chunk: int, layer: int) -> int:
+    def _next_forward(self, session: Session, chunk: int, layer: int) -> int:
         index = self._micro_batch[chunk]
         seen = session.order.setdefault(layer, [])
         if index in seen:
@@ -153,7 +189,7 @@ class RoutingReplay:
         return index
 
     @staticmethod
-    def _next_recompute(session: _Session, layer: int) -> int:
+    def _next_recompute(session: Session, layer: int) -> int:
         done = session.recomputed.get(layer, 0)
         seen = session.order.get(layer, [])
         if done >= len(seen):
@@ -161,7 +197,7 @@ class RoutingReplay:
         session.recomputed[layer] = done + 1
         return seen[done]
 
-    def _finish(self, session: _Session, micro_batches: int) -> None:
+    def _finish(self, session: Session, micro_batches: int) -> None:
         for layer in self.layer_numbers:
             seen = session.order.get(layer, [])
             missing = sorted(set(range(micro_batches)) - set(seen))
@@ -170,6 +206,22 @@ class RoutingReplay:
             redone = session.recomputed.get(layer, 0)
             if redone not in (0, micro_batches):
                 raise RuntimeError(f"layer {layer} recomputed {redone} of {micro_batches} micro-batches")
+
+
+def _watch(session: Session, key: Key, hook: RouterHook, scores: Tensor, chosen: Tensor) -> None:
+    """Keeps what the session asks for of one forward."""
+    if session.mode == "record":
+        session.recorded[key] = chosen.detach()
+    if session.mode == "observe":
+        differs = (chosen.sort(dim=-1).values != session.rows[key].sort(dim=-1).values).any(dim=-1).to(torch.int32)
+        session.differing[key[0]] = differs + session.differing.get(key[0], 0)
+    if session.keep_scores:
+        session.chosen[key] = chosen.detach()
+        session.scores[key] = hook.log_scores(scores).gather(1, chosen)
+    if key in session.before:
+        experts, then = session.before[key]
+        moved = (hook.log_scores(scores).gather(1, experts) - then).abs().mean(dim=-1)
+        session.shift[key[0]] = moved + session.shift.get(key[0], 0)
 
 
 def _gather(scores: Tensor, rows: Tensor, topk: int, key: Key) -> TopK:

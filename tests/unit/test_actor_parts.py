@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.actor.attention import _slots
+from megatron_rl.actor.attention import Slots
 from megatron_rl.actor.metrics import Metrics, mismatch
 from megatron_rl.actor.model import choose_implementation, detect_implementation
 from megatron_rl.actor.optimizer import learning_rate, set_learning_rate
@@ -81,6 +81,8 @@ def test_mismatch_by_hand_and_blind_to_padding() -> None:
 
 
 def test_each_position_finds_its_sequence_and_offset() -> None:
-    row, column, sequences, longest = _slots(torch.tensor([0, 3, 4, 6], dtype=torch.int32), 6)
-    assert (row.tolist(), column.tolist()) == ([0, 0, 0, 1, 2, 2], [0, 1, 2, 0, 0, 1])
-    assert (sequences, longest) == (3, 3)
+    slots = Slots(torch.tensor([0, 3, 4, 6], dtype=torch.int32))
+    assert (slots.row_T.tolist(), slots.column_T.tolist()) == ([0, 0, 0, 1, 2, 2], [0, 1, 2, 0, 0, 1])
+    x_THD = torch.arange(6.0).view(6, 1, 1)
+    assert slots.unpack(x_THD).flatten(1).tolist() == [[0, 1, 2], [3, 0, 0], [4, 5, 0]]
+    assert slots.pack(slots.unpack(x_THD)).equal(x_THD)

@@ -14,6 +14,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"methods", "routing"}),
     frozenset({"data", "rewards", "rollout", "actor", "sync", "convert", "telemetry"}),
     frozenset({"run"}),
+    frozenset({"experience"}),
     frozenset({"stages"}),
     frozenset({"loop"}),
     frozenset({"command_line", "preflight", "listing", "doctor"}),

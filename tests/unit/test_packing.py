@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.packing import count_bins, first_fit, pack, split_bins
+from megatron_rl.data.packing import FILLER_LENGTH, count_bins, first_fit, pack, positions_of, split_bins
 from megatron_rl.types import Batch, Prompt, Trajectory
 
 LAYERS, K, EXPERTS = 3, 2, 5
@@ -40,14 +40,16 @@ def batch_of(lengths: list[int]) -> Batch:
 @given(
     lengths=st.lists(st.integers(2, 30), min_size=1, max_size=20),
     multiple=st.sampled_from([1, 2, 4]),
+    align=st.sampled_from([1, 4]),
     extra=st.integers(0, 3),
     uniform=st.booleans(),
 )
-def test_every_token_is_packed_once_with_its_own_row(lengths: list[int], multiple: int, extra: int, uniform: bool) -> None:
+def test_every_token_is_packed_once_with_its_own_row(lengths: list[int], multiple: int, align: int, extra: int, uniform: bool) -> None:
     budget = 64
+    multiple *= align
     batch = batch_of(lengths)
-    count = count_bins([n - 1 for n in lengths], budget) + extra
-    packed = pack(batch, budget=budget, multiple_of=multiple, micro_batches=count, uniform=uniform, experts=EXPERTS)
+    count = count_bins([positions_of(t, align) for t in batch.trajectories], budget) + extra
+    packed = pack(batch, budget=budget, multiple_of=multiple, align=align, micro_batches=count, uniform=uniform, experts=EXPERTS)
     assert len(packed) == count
     assert not uniform or len({p.length for p in packed}) == 1
     seen: list[int] = []
@@ -56,23 +58,28 @@ def test_every_token_is_packed_once_with_its_own_row(lengths: list[int], multipl
         assert p.routes_TLK is not None
         assert p.cu_seqlens[0] == 0
         assert p.cu_seqlens[-1] == p.length
+        assert (p.cu_seqlens % align == 0).all()
         for s, sample in enumerate(p.sample_S.tolist()):
             here = slice(int(p.cu_seqlens[s]), int(p.cu_seqlens[s + 1]))
+            assert p.positions_T[here].tolist() == list(range(here.stop - here.start))
             if sample < 0:
                 assert not p.mask_T[here].any()
                 continue
             seen.append(sample)
             t = batch.trajectories[sample]
+            assert here.stop - here.start == positions_of(t, align)
+            here = slice(here.start, here.start + len(t.tokens) - 1)
             assert p.tokens_T[here].tolist() == t.tokens[:-1].tolist()
             assert p.labels_T[here].tolist() == t.tokens[1:].tolist()
             assert p.mask_T[here].tolist() == t.loss_mask[1:].tolist()
-            assert p.positions_T[here].tolist() == list(range(len(t.tokens) - 1))
             assert p.advantages_T[here].tolist() == batch.advantages[sample][1:].tolist()
             assert np.array_equal(p.behaviour_logp_T[here].numpy(), t.behaviour_logp[1:], equal_nan=True)
             assert t.routes is not None
             assert np.array_equal(p.routes_TLK[here].numpy(), t.routes)
             assert (p.sequence_T[here] == s).all()
         padding = p.sequence_T == p.num_sequences
+        real = [len(batch.trajectories[i].tokens) - 1 if i >= 0 else FILLER_LENGTH for i in p.sample_S.tolist()]
+        assert int(padding.sum()) == p.length - sum(real)
         assert not p.mask_T[padding].any()
         ordered = p.routes_TLK[padding].long().sort(-1).values
         assert (ordered[..., 1:] != ordered[..., :-1]).all()
@@ -123,3 +130,14 @@ def test_padding_in_numbers() -> None:
     assert packed.positions_T.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     assert packed.sequence_T.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
     assert torch.isnan(packed.behaviour_logp_T[5:]).all()
+
+
+def test_alignment_gaps_in_numbers() -> None:
+    packed = pack(batch_of([4, 6]), budget=16, multiple_of=8, align=4, experts=EXPERTS)[0]
+    # 3 + 5 positions, rounded up to 4 + 8, padded to 16; a gap counts on in its sequence but belongs to none
+    assert packed.cu_seqlens.tolist() == [0, 4, 12, 16]
+    assert packed.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]
+    assert packed.sequence_T.tolist() == [0, 0, 0, 2, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2]
+    gap = packed.sequence_T == 2
+    assert packed.labels_T[gap].tolist() == [0] * 8
+    assert torch.isnan(packed.behaviour_logp_T[gap]).all()

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rl.routing.layout import Place, check_routes, cut, local_positions, padding_routes
+from megatron_rl.routing.layout import (
+    Place,
+    check_routes,
+    context_positions,
+    cut,
+    gathered_order,
+    local_positions,
+    padding_routes,
+    second_chunk,
+)
 from megatron_rl.routing.replay import RoutingReplay
 
 EXPERTS, K = 6, 2
@@ -199,6 +208,20 @@ def test_zig_zag_gives_each_rank_an_early_and_a_late_chunk() -> None:
     boundaries = torch.tensor([0, 8, 16], dtype=torch.int32)
     place = Place(0, 1, 0, 2, (0,))
     assert local_positions(boundaries, 16, place).tolist() == [0, 1, 6, 7, 8, 9, 14, 15]
+
+
+def test_a_shards_second_chunks_and_the_way_back() -> None:
+    """Sequences of 8 and 4 over two ranks: chunks of 2 and 1; rank 1 holds the two inner chunks."""
+    boundaries = torch.tensor([0, 8, 12], dtype=torch.int32)
+    assert context_positions(boundaries, 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
+    assert second_chunk(boundaries, 2).tolist() == [False, False, True, True, False, True]
+    shards = torch.cat([context_positions(boundaries, rank, 2) for rank in range(2)])
+    assert shards[gathered_order(boundaries, 2)].tolist() == list(range(12))
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"sequences of \[8, 6\] positions cannot be cut into 4 chunks"):
+        context_positions(torch.tensor([0, 8, 14]), 0, 2)
 
 
 def test_cut_takes_own_rows_and_own_layers() -> None:

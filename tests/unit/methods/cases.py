@@ -40,7 +40,7 @@ OBJECTIVES: list[tuple[str, dict[str, Any]]] = [
     ("dppo", {"threshold": 0.05}),
     ("dppo", {"divergence": "binary_kl", "threshold": 0.02, "ratio_cap": 1.2}),
     ("dppo", {"divergence": "top_k_tv", "threshold": 0.1, "anchor": "theta/old"}),
-    ("dppo", {"divergence": "top_k_kl", "threshold": 0.05, "ratio_cap": None}),
+    ("dppo", {"divergence": "top_k_kl", "threshold": 0.05, "ratio_cap": None, "candidates": 3}),
     ("cppo", {}),
     ("cppo", {"soft": True, "threshold": 0.1}),
     ("cppo", {"budget_rule": "quantile", "budget": 0.02, "divergence": "top_k_tv"}),
@@ -53,6 +53,9 @@ OBJECTIVES: list[tuple[str, dict[str, Any]]] = [
     ("rspo", {}),
     ("rspo", {"base": "grpo", "gamma_min": 0.8}),
     ("rspo", {"base": "gspo", "base_params": {"clip_high": 0.2, "clip_low": 0.2}}),
+    ("direct_advantage", {}),
+    ("direct_advantage", {"beta": 0.5, "base": "reference"}),
+    ("direct_advantage", {"beta": 2.0, "base": "mu"}),
     ("policy_gradient", {}),
     ("policy_gradient", {"weight": "theta/old"}),
     ("policy_gradient", {"weight": "none"}),
@@ -77,6 +80,8 @@ CORRECTIONS: list[tuple[str, dict[str, Any]]] = [
     ("trm", {"criterion": "mean", "mean_threshold": 0.05}),
     ("trm", {"criterion": "both", "max_threshold": 0.3, "mean_threshold": 0.1}),
     ("trm", {"criterion": "max", "source": "top_k", "max_threshold": 0.2}),
+    ("trm", {"criterion": "max", "source": "exact", "max_threshold": 0.15}),
+    ("trm", {"criterion": "mean", "source": "exact", "mean_threshold": 0.05, "pair": "theta/old"}),
     ("trm", {"criterion": "length_neutral", "ratio_threshold": 0.4}),
     ("trm", {"criterion": "ser", "ratio_threshold": 0.3}),
     ("trm", {"criterion": "mean", "mean_threshold": 0.02, "pair": "old/mu"}),
@@ -84,6 +89,15 @@ CORRECTIONS: list[tuple[str, dict[str, Any]]] = [
     ("m2po", {}),
     ("mis_po", {"geo_low": 0.8, "geo_high": 1.2}),
     ("kpop", {"upper": 0.02}),
+]
+
+RESTRICTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("dvp", {}),
+    ("dvp", {"support": "keep_sets"}),
+    ("dvp", {"support": "unpruned"}),
+    ("dvp", {"support": "unpruned", "reach": "suffix"}),
+    ("dvp", {"support": "unpruned", "reach": "sequence"}),
+    ("keep_sets", {}),
 ]
 
 PENALTIES: list[tuple[str, dict[str, Any]]] = [
@@ -95,10 +109,11 @@ PENALTIES: list[tuple[str, dict[str, Any]]] = [
 Case = tuple[str, dict[str, Any], list[tuple[str, dict[str, Any]]]]
 STACKS: list[Case] = [
     *[(name, params, []) for name, params in OBJECTIVES],
-    *[("policy_gradient", {}, [correction]) for correction in CORRECTIONS],
+    *[("policy_gradient", {}, [correction]) for correction in (*CORRECTIONS, *RESTRICTIONS)],
     *[("ppo", {}, [penalty]) for penalty in PENALTIES],
     ("grpo", {}, [("tis", {}), ("geo_rs", {}), ("veto", {}), ("kl_penalty", {})]),
     ("acpo_adaptive", {}, [("m2po", {}), ("snis", {})]),
+    ("ctpo", {}, [("dvp", {"support": "unpruned", "reach": "suffix"}), ("mis", {"pair": "theta/mu"})]),
 ]
 
 

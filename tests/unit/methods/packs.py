@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.config import MethodConfig, ObjectiveConfig
 from megatron_rl.methods import registry
+from megatron_rl.methods.catalog import METHODS
 from megatron_rl.methods.objective import Denominators, Tokens, TopK
 from megatron_rl.methods.registry import Stack
 from megatron_rl.methods.segments import LocalSegments
@@ -36,10 +37,12 @@ class Seq:
     top_old: Tensor
     top_mu: Tensor
     has_label: Tensor
+    inside: Tensor
+    kept_mass: Tensor
 
 
 def make(logp: Tensor, old: Tensor | None = None, mu: Tensor | None = None, advantages: Tensor | float = 1.0, **more: Tensor) -> Seq:
-    """A sequence from what a test cares about; the rest is on-policy, one turn, routing unmoved, theta its own reference."""
+    """What a test cares about; the rest is on-policy, one turn, routing unmoved, theta its own reference, nothing pruned."""
     n = logp.numel()
     old = logp.clone() if old is None else old
     mu = old.clone() if mu is None else mu
@@ -56,6 +59,8 @@ def make(logp: Tensor, old: Tensor | None = None, mu: Tensor | None = None, adva
         "top_old": rest.clone(),
         "top_mu": rest.clone(),
         "has_label": torch.zeros(n, dtype=torch.bool),
+        "inside": torch.ones(n, dtype=torch.bool),
+        "kept_mass": torch.ones(n, dtype=logp.dtype),
     }
     return Seq(logp, old, mu, advantages, **{**defaults, **more})  # type: ignore[arg-type]
 
@@ -81,6 +86,7 @@ def random_seq(length: int, generator: torch.Generator, spread: float = 0.4, too
 
     mask = uniform(length) >= tool_share
     mask[int(torch.randint(length, (1,), generator=generator))] = True
+    aside = generator.clone_state()  # drawn aside, so that the values above are those that the tests' thresholds were chosen for
     return Seq(
         logp, old, mu, normal(length), mask,
         turns=(torch.arange(length) * 3) // length,
@@ -88,6 +94,8 @@ def random_seq(length: int, generator: torch.Generator, spread: float = 0.4, too
         shift=0.5 * uniform(length),
         reference=mu + 0.2 * normal(length),
         top_theta=candidates(logp), top_old=candidates(old), top_mu=candidates(mu), has_label=has_label,
+        inside=torch.rand(length, generator=aside) < 0.85,
+        kept_mass=1 - 0.1 * torch.rand(length, generator=aside, dtype=torch.float64),
     )  # fmt: skip
 
 
@@ -103,9 +111,18 @@ def constant_advantages(batch: Sequence[Seq]) -> list[Seq]:
 
 
 def on_policy(batch: Sequence[Seq]) -> list[Seq]:
-    """The same with theta = old = mu."""
+    """The same with theta = old = mu = reference, and every label in its support."""
     return [
-        dataclasses.replace(s, old=s.logp, mu=s.logp, top_old=s.top_theta, top_mu=s.top_theta, shift=torch.zeros_like(s.logp))
+        dataclasses.replace(
+            s,
+            old=s.logp,
+            mu=s.logp,
+            reference=s.logp,
+            top_old=s.top_theta,
+            top_mu=s.top_theta,
+            shift=torch.zeros_like(s.logp),
+            inside=torch.ones_like(s.mask),
+        )
         for s in batch
     ]
 
@@ -144,10 +161,13 @@ def pack(batch: Sequence[Seq], leaves: Sequence[Tensor], totals: dict[str, Tenso
     segments = DetachedSegments(sequence_T, mask_T, len(batch), joined([s.turns for s in batch], -1))
     logp_T = joined(list(leaves), garbage)
     logp_T = torch.where(mask_T, logp_T, garbage)
-    top_k = TopK(field("top_theta"), joined([s.has_label for s in batch], True), field("top_mu"), field("top_old"))
+    has_label_T = joined([s.has_label for s in batch], True)
     return Tokens.of(
         logp_T, field("old"), field("mu"), field("advantages"), segments, totals,
-        top_k=top_k, uniform_T=field("uniform"), router_shift_T=field("shift"), reference_logp_T=field("reference"),
+        behaviour_top_k=TopK(field("top_theta"), field("top_mu"), has_label_T),
+        old_top_k=TopK(field("top_theta"), field("top_old"), has_label_T),
+        inside_T=joined([s.inside for s in batch], False), kept_mass_T=field("kept_mass"),
+        uniform_T=field("uniform"), router_shift_T=field("shift"), reference_logp_T=field("reference"),
     )  # fmt: skip
 
 
@@ -193,8 +213,10 @@ def evaluate(
 def stack(
     objective: str, params: dict | None = None, corrections: Sequence[tuple[str, dict]] = (), aggregation: str | None = None
 ) -> Stack:
-    """A stack from names."""
+    """A stack from names; `corrections` may hold vocabulary restrictions."""
+    restricts = [name in METHODS and METHODS[name].kind == "vocabulary" for name, _ in corrections]
     return registry.build(
         ObjectiveConfig(objective, params or {}, aggregation),  # type: ignore[arg-type]
-        [MethodConfig(name, p) for name, p in corrections],
+        [MethodConfig(name, p) for (name, p), restricting in zip(corrections, restricts, strict=True) if not restricting],
+        [MethodConfig(name, p) for (name, p), restricting in zip(corrections, restricts, strict=True) if restricting],
     )

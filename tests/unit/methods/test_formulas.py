@@ -6,6 +6,7 @@ methods use detached statistics. `sg` is stop-gradient, as the papers write it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from .cases import CORRECTIONS, OBJECTIVES, label
-from .packs import MAX_TOKENS, Seq, constant_advantages, evaluate, random_batch, stack
+from .cases import CORRECTIONS, OBJECTIVES, RESTRICTIONS, label
+from .packs import MAX_TOKENS, Seq, constant_advantages, evaluate, make, random_batch, stack
 
 Params = dict[str, Any]
 
@@ -28,7 +29,7 @@ class Row:
         self.logp, self.old, self.mu, self.adv = logp[m], s.old[m], s.mu[m], s.advantages[m]
         self.turns, self.uniform, self.shift = s.turns[m], s.uniform[m], s.shift[m]
         self.top = {"theta": s.top_theta[m], "old": s.top_old[m], "mu": s.top_mu[m]}
-        self.has_label = s.has_label[m]
+        self.has_label, self.inside, self.reference = s.has_label[m], s.inside[m], s.reference[m]
         self.n = len(self.logp)
 
     def log(self, pair: str) -> Tensor:
@@ -247,6 +248,17 @@ def rspo(row: Row, p: Params) -> Tensor:
     return {"gmpo": gmpo, "grpo": grpo, "gspo": gspo}[p.get("base", "gmpo")](row, p.get("base_params", {}))
 
 
+def direct_advantage(row: Row, p: Params) -> Tensor:
+    """Minus the square of each step, gradient through its whole sum, spread evenly over its tokens."""
+    base = {"old": row.old, "reference": row.reference, "mu": row.mu}[p.get("base", "old")]
+    gains = torch.zeros_like(row.logp)
+    for step in row.turns.unique():
+        own = row.turns == step
+        log_ratio = (row.logp[own] - base[own]).sum()
+        gains = gains - own * (log_ratio - row.adv[own].mean() / p.get("beta", 1.0)) ** 2 / 2 / own.sum()
+    return gains
+
+
 def policy_gradient(row: Row, p: Params) -> Tensor:
     weight = p.get("weight", "theta/mu")
     return row.adv * (row.logp if weight == "none" else row.log(weight).exp())
@@ -261,6 +273,7 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
     "gspo_token": gspo_token, "gmpo": gmpo, "cispo": cispo, "sapo": sapo, "sspo": sspo, "minirl": minirl, "minpro": minpro, "pnpo": pnpo,
     "ctpo": ctpo, "epic": epic, "nfpo": nfpo, "vespo": vespo, "drpo": drpo, "dppo": dppo, "cppo": cppo, "sis": sis,
     "acpo_advantage": acpo_advantage, "sorl": sorl, "rspo": rspo, "policy_gradient": policy_gradient, "nll": nll,
+    "direct_advantage": direct_advantage,
 }  # fmt: skip
 
 
@@ -335,6 +348,9 @@ def kept_and_weight(name: str, p: Params, row: Row) -> Tensor:
     turn = torch.stack([log[row.turns == k].mean() for k in row.turns])
     levels = {"token": log, "turn": turn, "sequence": log.sum() * ones, "geometric": log.mean() * ones}
     r = levels[p.get("level", default)].exp()
+    if name == "dvp":
+        outside = {"token": ~row.inside, "suffix": (~row.inside).cumsum(0) > 0, "sequence": ~row.inside.all().expand(row.n)}
+        return ones * ~outside[p.get("reach", "token")]
     if name == "tis":
         return r.clamp(max=p.get("cap", 2.0))
     if name in ("mis", "icepop", "geo_rs"):
@@ -356,17 +372,26 @@ def kept_and_weight(name: str, p: Params, row: Row) -> Tensor:
 
 def trm_accepts(p: Params, row: Row, log: Tensor) -> bool:
     k3, deviation = log.exp() - 1 - log, (log.exp() - 1).abs()
-    largest = (log**2 / 2 if p.get("source") != "top_k" else divergence(row, "top_k_kl", "theta/mu")).max()
+    largest, average = (log**2 / 2).max(), k3.mean()
+    if p.get("source") == "top_k":
+        largest = divergence(row, "top_k_kl", "theta/mu").max()
+    if p.get("source") == "exact":  # the candidates are the vocabulary
+        base = row.top[p.get("pair", "theta/mu").split("/")[1]]
+        kl = (base.exp() * (base - row.top["theta"])).sum(1)
+        largest, average = kl.max(), kl.mean()
     if p["criterion"] == "ser":
         return bool(deviation.mean() <= p["ratio_threshold"])
     if p["criterion"] == "length_neutral":
         w = torch.tensor([min(1.0, (row.n - t) * 0.1, math.sqrt((row.n - t) * 0.05 / 2)) for t in range(1, row.n + 1)])
         return bool((deviation * w).sum() <= p["ratio_threshold"] * w.sum())
-    verdicts = {"max": largest <= p.get("max_threshold", 0.05), "mean": k3.mean() <= p.get("mean_threshold", 0.001)}
+    verdicts = {"max": largest <= p.get("max_threshold", 0.05), "mean": average <= p.get("mean_threshold", 0.001)}
     return bool(all(verdicts.values()) if p["criterion"] == "both" else verdicts[p["criterion"]])
 
 
-@pytest.mark.parametrize("case", [c for c in CORRECTIONS if c[0] not in ("snis", "m2po")], ids=label)
+WRITTEN = [*[c for c in CORRECTIONS if c[0] not in ("snis", "m2po")], *[c for c in RESTRICTIONS if c[1].get("support") == "unpruned"]]
+
+
+@pytest.mark.parametrize("case", WRITTEN, ids=label)
 def test_corrections_are_the_written_weights_and_masks(case: tuple[str, Params]) -> None:
     kept_some = dropped_some = False
     for seed, spread in ((21, 0.1), (22, 0.4), (23, 0.8)):
@@ -453,14 +478,106 @@ LIMITS: list[tuple[tuple[str, Params], tuple[str, Params]]] = [
     (("rspo", {"gamma_min": 1.0}), ("gmpo", {})),
     (("sspo", {"tau_pos": 1e-6, "tau_neg": 1e-6}), ("gmpo", {"clip": 1e6})),
     (("gspo", {"clip_low": 1.0, "clip_high": 1e9}), ("gmpo", {"clip": 1e6})),
+    (("grpo", {"clip_low": 1.0, "clip_high": 1e9}), ("policy_gradient", {"weight": "theta/old"})),
+    (("dr_grpo", {"clip_low": 1.0, "clip_high": 1e9}), ("policy_gradient", {"weight": "theta/old"})),
+    (("dapo_dynamic", {"clip_low": 1.0, "clip_high": 1e9}), ("policy_gradient", {"weight": "theta/old"})),
+    (("sapo", {"tau_pos": 1e-7, "tau_neg": 1e-7}), ("policy_gradient", {"weight": "theta/old"})),
+    (("vespo", {"k_pos": 0.0, "lambda_pos": 0.0, "k_neg": 0.0, "lambda_neg": 0.0}), ("policy_gradient", {"weight": "none"})),
+    (("nfpo", {"steps": 1, "threshold": 0.1}), ("dppo", {"threshold": 0.1, "ratio_cap": None})),
+    (("dppo", {"divergence": "binary_tv", "threshold": 1e-12, "ratio_cap": None}), ("minirl", {"clip_low": 0.0, "clip_high": 0.0})),
     (("epic", {"delta": 1e12, "anchor": "theta/old"}), ("ctpo", {"low": 1e6, "high": 1e6, "power": 0.0, "dual_clip": False})),
 ]
 
 
 @pytest.mark.parametrize(("case", "limit"), LIMITS, ids=[f"{label(a)}->{label(b)}" for a, b in LIMITS])
 def test_a_threshold_that_never_binds_leaves_the_base(case: tuple[str, Params], limit: tuple[str, Params]) -> None:
-    """cppo with w_min = 1 and budget >= 1 is dppo: statement 3 (its threshold then never shrinks). sspo with tau -> 0 has no gate."""
+    """cppo with w_min = 1 and budget >= 1 is dppo: statement 3 (its threshold then never shrinks). sspo, sapo with tau -> 0 have no gate.
+    A divergence mask of width 0 and a clip of width 0 both drop every outward move."""
     batch = random_batch(28)
+    if "minirl" in (case[0], limit[0]):  # its clip looks at old, dppo's mask at mu
+        batch = [dataclasses.replace(s, mu=s.old) for s in batch]
     a, b = (evaluate(stack(*c, aggregation="token-mean"), batch) for c in (case, limit))
     for x, y in zip(a.grads, b.grads, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-9)
+
+
+ONE_TOKEN_LIMITS: list[tuple[tuple[str, Params], tuple[str, Params]]] = [
+    (("minpro", {"clip_high": 1e9, "anchor": "theta/old"}), ("policy_gradient", {"weight": "theta/old"})),
+    (("pnpo", {"low": 1e6, "high": 1e6, "dual_clip": False}), ("policy_gradient", {"weight": "theta/old"})),
+    (("ctpo", {"low": 1e6, "high": 1e6, "dual_clip": False}), ("policy_gradient", {"weight": "theta/old"})),
+    (("gspo_token", {"clip_low": 0.1, "clip_high": 0.1}), ("grpo", {"clip_low": 0.1, "clip_high": 0.1})),
+    (("gspo", {"clip_low": 0.1, "clip_high": 0.1}), ("grpo", {"clip_low": 0.1, "clip_high": 0.1})),
+    (("sorl", {"clip_low": 0.1, "clip_high": 0.1}), ("grpo", {"clip_low": 0.1, "clip_high": 0.1})),
+    (("nfpo", {"steps": 9, "threshold": 2.0}), ("policy_gradient", {})),
+    (("vespo", {"k_pos": 1.0, "lambda_pos": 0.0, "k_neg": 1.0, "lambda_neg": 0.0}), ("policy_gradient", {})),
+]
+
+
+@pytest.mark.parametrize(("case", "limit"), ONE_TOKEN_LIMITS, ids=[f"{label(a)}->{label(b)}" for a, b in ONE_TOKEN_LIMITS])
+def test_prefix_and_sequence_methods_are_token_methods_on_one_token(case: tuple[str, Params], limit: tuple[str, Params]) -> None:
+    """The prefix, the turn and the sequence of a single token are the token."""
+    batch = random_batch(29, lengths=(1,) * 12)
+    a, b = (evaluate(stack(*c, aggregation="token-mean"), batch) for c in (case, limit))
+    for x, y in zip(a.grads, b.grads, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
+
+
+def test_sis_that_accepts_nothing_is_ppo_and_that_accepts_everything_is_reinforce() -> None:
+    """A uniform of 1 is below no probability. With candidates whose ratio is the label's own, the envelope is reached: all are accepted."""
+    batch = random_batch(30)
+    refused = [dataclasses.replace(s, uniform=torch.ones_like(s.uniform)) for s in batch]
+    a, b = evaluate(stack("sis"), refused), evaluate(stack("ppo", aggregation="seq-mean-token-mean"), refused)
+    assert a.metrics["sis/accepted_share"] == 0
+    for x, y in zip(a.grads, b.grads, strict=True):
+        torch.testing.assert_close(x, y)
+    tight = [
+        dataclasses.replace(
+            s,
+            top_theta=s.logp[:, None].expand(-1, 3),
+            top_old=s.old[:, None].expand(-1, 3),
+            has_label=torch.ones_like(s.mask),
+            uniform=0.99 * s.uniform,
+        )
+        for s in batch
+    ]
+    a, b = evaluate(stack("sis"), tight), evaluate(stack("policy_gradient", {"weight": "none"}, aggregation="seq-mean-token-mean"), tight)
+    assert a.metrics["sis/accepted_share"] == 1
+    for x, y in zip(a.grads, b.grads, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_direct_advantage_limits() -> None:
+    """beta -> 0: beta times its gradient is REINFORCE with the step's advantage. beta -> infinity: the base pulls, and nothing else."""
+    batch = [dataclasses.replace(s, turns=torch.zeros_like(s.turns)) for s in constant_advantages(random_batch(31))]
+    aggregation = "seq-mean-token-sum"
+    small = evaluate(stack("direct_advantage", {"beta": 1e-9}), batch)
+    reinforce = evaluate(stack("policy_gradient", {"weight": "none"}, (), aggregation), batch)
+    for x, y in zip(small.grads, reinforce.grads, strict=True):
+        torch.testing.assert_close(1e-9 * x, y, rtol=1e-6, atol=1e-9)
+    large = evaluate(stack("direct_advantage", {"beta": 1e9}), batch)
+    for s, x in zip(batch, large.grads, strict=True):
+        log_ratio = (s.logp - s.old)[s.mask].sum()
+        torch.testing.assert_close(x, torch.where(s.mask, log_ratio / len(batch), 0.0), rtol=1e-6, atol=1e-8)
+
+
+def test_direct_advantage_rests_at_the_tilted_base() -> None:
+    """Two answers of one step each from a base (0.3, 0.7). theta = (0.6, 0.4) is base exp(A / beta) for A = beta log(theta / base), which
+    is normalised: loss and gradient are 0 there, and the metrics say so."""
+    theta, base = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.6, 0.4], [0.3, 0.7]))
+    batch = [make(theta[i : i + 1], base[i : i + 1], advantages=float(0.2 * (theta - base)[i])) for i in range(2)]
+    outcome = evaluate(stack("direct_advantage", {"beta": 0.2}), batch)
+    assert outcome.loss == pytest.approx(0, abs=1e-15)
+    assert [float(g) for g in outcome.grads] == pytest.approx([0, 0], abs=1e-12)
+    assert outcome.metrics["direct_advantage/residual_abs"] == pytest.approx(0, abs=1e-12)
+    assert outcome.metrics["direct_advantage/log_ratio_abs"] == pytest.approx((math.log(2) + math.log(7 / 4)) / 2)
+
+
+def test_direct_advantage_adds_up_to_one_square_a_step() -> None:
+    """Steps of one and three tokens: 1/2 (0.1 - 1)^2 and 1/2 (0.6 + 2)^2, whatever their lengths; mean over one answer."""
+    old = torch.tensor([-1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    advantages, turns = torch.tensor([1.0, -2.0, -2.0, -2.0], dtype=torch.float64), torch.tensor([0, 1, 1, 1])
+    s = make(old + torch.tensor([0.1, 0.2, 0.1, 0.3]), old, advantages=advantages, turns=turns)
+    outcome = evaluate(stack("direct_advantage"), [s])
+    assert outcome.loss == pytest.approx(0.81 / 2 + 2.6**2 / 2)
+    assert outcome.grads[0].tolist() == pytest.approx([-0.9, 2.6, 2.6, 2.6])
+    assert outcome.metrics["direct_advantage/residual_abs"] == pytest.approx((0.9 + 2.6) / 2)

@@ -133,6 +133,11 @@ ROWS: list[tuple[str, dict[str, Any], float, list[float]]] = [
     ("policy_gradient", {"weight": "none"}, 1, [1] * 5),
     ("rspo", {"base": "grpo", "base_params": {"clip_high": 0.28}}, 1, [1, 1.105171, 0.740818, 0, 0.951229]),  # routing unmoved
     ("sorl", {"clip_high": 0.28}, 1, [1.051271] * 5),  # one turn: the sequence's geometric mean
+    # one step of five tokens: log-ratio 0.25; the coefficient of grad log theta is A/beta - 0.25, times A that of A grad log theta
+    ("direct_advantage", {}, 1, [1 - 0.25] * 5),
+    ("direct_advantage", {}, -1, [1 + 0.25] * 5),
+    ("direct_advantage", {"beta": 0.5, "base": "mu"}, 1, [2 - 0.25] * 5),
+    ("direct_advantage", {"beta": 4.0}, 1, [0] * 5),  # theta has got where the advantage wants it
     ("nll", {}, 1, [1] * 5),
 ]
 

@@ -1,4 +1,28 @@
-"""The identities of papers.md 2 and the bounds of 3.2, 4 and 5, by exact enumeration of small trees in float64."""
+"""The identities of papers.md 2 and the bounds of 3.2, 4, 5 and 8.3, by exact enumeration of small trees in float64.
+
+Where each of the 19 statements of papers.md 15 is tested (files of this folder unless a path is given; here: this file):
+
+ 1  identities 2.1 to 2.8            here: performance_difference ... martingales_and_sample_estimators; 2.9 is statement 9
+ 2  TRM bounds, reference table      here: every_bound_holds, reference_table, relations_between_bounds
+ 3  DPPO and CPPO bounds             here: every_bound_holds, cppo_bounds_hold_where_its_rule_is_kept; CPPO = DPPO: test_formulas LIMITS
+ 4  binary <= top-K <= exact         here: partitions_are_ordered
+ 5  E|rho-1|, E k1, E k3             here: martingales_and_sample_estimators
+ 6  prefix KL generators             here: kl_chain_and_prefix_generators
+ 7  DVP                              noise bounds and path identities: test_dvp_theory; shards, padding, gradient:
+                                     tests/unit/test_logprobs.py; pruned training is exact importance sampling: here, pruned_training_*
+ 8  SIS acceptance                   test_draws: sis_accepts_tokens_as_if_theta_had_drawn_them
+ 9  gradients at theta = old = mu    test_invariants: on_policy_gradient_is_reinforce
+10  detachment                       test_invariants: only_theta_carries_a_gradient (and packs.DetachedSegments everywhere)
+11  length bias of TRM-Max           test_draws: trm_max_rejects_by_length_and_geometric_tests_do_not
+12  context parallelism, packing     tests/dist/test_segments.py: shards_equal_the_whole; test_segments; test_invariants: packing_*, tool_*
+13  ACPO-Adaptive's bins, any layout test_invariants: packing_changes_nothing; tests/dist/test_actor_parity.py: blind_to_layout
+14  SORL: kept + C = unclipped       test_formulas: sorl_clipped_loss_completes_the_gradient
+15  MIPU                             verdicts and state: test_host_side mipu_*; the bit-exact restore is the loop's, under tests/dist
+16  length-triggered learning rate   test_host_side: length_lr_triggers_once_and_floors, a_growing_length_triggers_where_it_crosses
+17  routing replay                   tests/unit/test_routing.py, tests/dist/test_actor_parity.py
+18  ascent, SNIS, seq-MIS            here: ascent_*, self_normalised_bias_shrinks_with_the_batch, sequence_mask_bias_formula
+19  denominators                     here: denominators_differ_by_the_acceptance_rate
+"""
 
 from __future__ import annotations
 
@@ -16,7 +40,7 @@ from megatron_rl.methods.objective import Denominators, Tokens
 from megatron_rl.methods.segments import LocalSegments
 
 from .mdp import Tree, kl, random_tree, tv
-from .packs import stack
+from .packs import evaluate, make, random_batch, stack
 
 TREES = [random_tree(seed, v, t, distance) for seed, (v, t, distance) in enumerate([(3, 4, 0.5), (4, 3, 1.0), (3, 5, 0.2), (5, 3, 0.05)])]
 every_tree = pytest.mark.parametrize("tree", TREES, ids=lambda t: f"V{t.vocabulary}T{t.horizon}")
@@ -26,12 +50,12 @@ def close(a: Tensor | float, b: Tensor | float) -> None:
     torch.testing.assert_close(torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64), rtol=1e-10, atol=1e-12)
 
 
-def packed(tree: Tree, logp_PT: Tensor, advantages_PT: Tensor) -> Tokens:
+def packed(tree: Tree, logp_PT: Tensor, advantages_PT: Tensor, **more: Tensor) -> Tokens:
     """All paths as one micro-batch, with old = mu."""
     paths, horizon = logp_PT.shape
     segments = LocalSegments(torch.arange(paths).repeat_interleave(horizon), torch.ones(paths * horizon, dtype=torch.bool), paths)
     mu_T = tree.logp(tree.mu).reshape(-1)
-    return Tokens.of(logp_PT.reshape(-1), mu_T, mu_T, advantages_PT.reshape(-1), segments)
+    return Tokens.of(logp_PT.reshape(-1), mu_T, mu_T, advantages_PT.reshape(-1), segments, **more)  # type: ignore[arg-type]
 
 
 def gain(tree: Tree) -> Tensor:
@@ -115,6 +139,44 @@ def test_sequence_weights_make_the_score_gradient_exact(tree: Tree) -> None:
     tokens = packed(tree, logp_PT, reward_PT)
     sequence = ("tis", {"level": "sequence", "pair": "theta/mu", "cap": 1e9})
     built = stack("policy_gradient", {"weight": "none"}, [sequence], aggregation="seq-mean-token-sum")
+    for a, b in zip(torch.autograd.grad(-built.loss(tokens, Denominators(1.0, 1.0, 1.0))[0], logits), exact, strict=True):
+        close(a, b)
+
+
+def pruned(probabilities: list[Tensor], rho: float) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """(pi^S, membership, kept mass) of DVP's min-p rule in every context; membership carries no gradient."""
+    member = [(p >= rho * p.amax(1, keepdim=True)).detach() for p in probabilities]
+    kept = [(p * m).sum(1, keepdim=True) for p, m in zip(probabilities, member, strict=True)]
+    return [p * m / k for p, m, k in zip(probabilities, member, kept, strict=True)], member, kept
+
+
+@every_tree
+@pytest.mark.parametrize("reach", ["sequence", "suffix"])
+def test_pruned_training_from_unpruned_samples_is_exact(tree: Tree, reach: str) -> None:
+    """papers.md 10, 5c: grad J(pi^S) from samples of the unpruned mu. With the realised return, the sequence's weight and reach sequence;
+    with A of pi^S, prefix weights (EPIC's window open) and reach suffix. theta gives labels outside 0.7: nothing may depend on it."""
+    logits = [p.log().clone().requires_grad_() for p in tree.pi]
+    restricted, member, kept = pruned([x.softmax(1) for x in logits], 0.5)
+
+    def along(policy: list[Tensor]) -> Tensor:
+        return torch.stack([policy[t][tree.context(t), tree.token(t)] for t in range(tree.horizon)], dim=1)
+
+    inside_PT, probability_PT = along(member), along(restricted)
+    assert 0.1 < inside_PT.double().mean() < 0.95
+    exact = torch.autograd.grad((probability_PT.prod(1) * tree.reward_P).sum(), logits, retain_graph=True)
+
+    logp_PT = torch.where(inside_PT, probability_PT, 0.7).log()
+    mass_PT = torch.stack([kept[t][tree.context(t), 0] for t in range(tree.horizon)], dim=1)
+    weight_P1 = tree.logp(tree.mu).sum(1).exp()[:, None]
+    advantage_PT = tree.reward_P[:, None].expand_as(logp_PT)
+    if reach == "suffix":
+        advantage_PT = tree.advantage([p.detach() for p in restricted])
+    tokens = packed(tree, logp_PT, weight_P1 * advantage_PT, inside_T=inside_PT.reshape(-1), kept_mass_T=mass_PT.reshape(-1))
+    dvp, whole = ("dvp", {"support": "unpruned", "reach": reach}), ("tis", {"level": "sequence", "pair": "theta/mu", "cap": 1e9})
+    sum_over = "seq-mean-token-sum"
+    built = stack("epic", {"delta": 1e12}, [dvp], sum_over)
+    if reach == "sequence":
+        built = stack("policy_gradient", {"weight": "none"}, [whole, dvp], sum_over)
     for a, b in zip(torch.autograd.grad(-built.loss(tokens, Denominators(1.0, 1.0, 1.0))[0], logits), exact, strict=True):
         close(a, b)
 
@@ -271,3 +333,70 @@ def test_self_normalised_bias_shrinks_with_the_batch() -> None:
     assert abs(two) > 1e-3
     assert two / four == pytest.approx(2, rel=0.2)
     assert two / six == pytest.approx(3, rel=0.25)
+
+
+def vector(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("step", [0.05, 0.3, 1.0, 1.5])
+@pytest.mark.parametrize("bias", [(0.0, 0.0), (0.3, -0.2), (-0.8, 0.5)])
+def test_ascent_on_a_quadratic(step: float, bias: tuple[float, float]) -> None:
+    """8.3, statement 18: J(x) = -1/2 x H x at x = (1, -2), so grad J = -H x; the estimate is grad + bias +- (0.6, -0.4), each half the
+    time. The inequality is an equality where H = L times the identity, and strict where one curvature is smaller."""
+    x, noise, offset, smoothness = vector(1, -2), vector(0.6, -0.4), vector(*bias), 1.2
+
+    def gain(curvature: Tensor) -> tuple[float, Tensor]:
+        gradient = -curvature * x
+        moved = [x + step * (gradient + offset + sign * noise) for sign in (1, -1)]
+        return float(sum(-(curvature * m**2).sum() / 4 for m in moved) + (curvature * x**2).sum() / 2), gradient
+
+    for curvature, tight in ((vector(1.2, 1.2), True), (vector(1.2, 0.3), False)):
+        actual, gradient = gain(curvature)
+        bound = bounds.ascent(step, smoothness, gradient.tolist(), bias, float((noise**2).sum()))
+        assert actual == pytest.approx(bound, rel=1e-12) if tight else actual > bound
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "corrections",
+    [[], [("tis", {"level": "sequence", "cap": 1.2})], [("mis", {"high": 1.2})], [("tis", {"level": "sequence", "cap": 1e9})]],
+    ids=["none", "tis", "mis", "exact"],
+)
+def test_ascent_with_the_bias_and_variance_of_each_correction(seed: int, corrections: list[tuple[str, dict]]) -> None:
+    """The same on a softmax bandit with rewards in [0, 1], whose J is 5/2-smooth in the logits, one sample from mu a step: bias and
+    variance of the stack's own gradient, over all five actions. Importance weights without a cap have no bias."""
+    tree = random_tree(300 + seed, 5, 1, distance=1.0)
+    logits = tree.pi[0][0].log()
+    mu = tree.mu[0][0]
+    corrections = [(name, {**params, "pair": "theta/mu"}) for name, params in corrections]
+    built = stack("policy_gradient", {"weight": "none"}, corrections, "seq-mean-token-sum")
+    estimates = []
+    for action in range(5):
+        s = make(logits[action : action + 1], mu[action : action + 1].log(), advantages=float(tree.reward_P[action]))
+        score = torch.nn.functional.one_hot(torch.tensor(action), 5) - logits.exp()
+        estimates.append(-evaluate(built, [s]).grads[0] * score)
+    g_AV = torch.stack(estimates)
+    gradient = logits.exp() * (tree.reward_P - tree.value(tree.pi))
+    bias = mu @ g_AV - gradient
+    variance = float(mu @ (g_AV - mu @ g_AV).square().sum(1))
+    if corrections and corrections[0][1].get("cap") == 1e9:
+        close(bias, torch.zeros(5))
+    else:
+        assert bias.abs().max() > 1e-4
+    for step in (0.05, 0.2, 1.0):
+        after = torch.stack([((logits + step * g).softmax(0) * tree.reward_P).sum() for g in g_AV])
+        assert float(mu @ after - tree.value(tree.pi)) >= bounds.ascent(step, 2.5, gradient.tolist(), bias.tolist(), variance) - 1e-12
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum"])
+def test_denominators_differ_by_the_acceptance_rate(aggregation: str) -> None:
+    """Statement 19: rejected ones in the denominator (the rule here) or out of it (verl): the ratio of the two losses is the acceptance
+    rate, of tokens under token-mean and of sequences under a sequence mean."""
+    batch = random_batch(41, lengths=(6, 3, 9, 5, 4, 7), spread=0.5)
+    built = stack("policy_gradient", {}, [("geo_rs", {"low": 0.9, "high": 1.1, "pair": "theta/mu"})], aggregation)
+    outcome = evaluate(built, batch)
+    kept = [s for s, g in zip(batch, outcome.grads, strict=True) if (g != 0).any()]
+    assert 0 < len(kept) < len(batch)
+    share = outcome.metrics["geo_rs/kept_share"] if aggregation == "token-mean" else len(kept) / len(batch)
+    assert outcome.loss / evaluate(built, kept).loss == pytest.approx(share)

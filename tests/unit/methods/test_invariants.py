@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
 from megatron_rl.methods.catalog import METHODS
 from megatron_rl.methods.objective import Correction, Tokens
 from megatron_rl.methods.segments import LocalSegments
 
-from .cases import CORRECTIONS, OBJECTIVES, STACKS, Case, label
+from .cases import CORRECTIONS, OBJECTIVES, RESTRICTIONS, STACKS, Case, label
 from .packs import Outcome, Seq, constant_advantages, evaluate, make, on_policy, pack, random_batch, stack
 
 every_stack = pytest.mark.parametrize("case", STACKS, ids=label)
 every_objective = pytest.mark.parametrize("case", [c for c in OBJECTIVES if c[0] != "nll"], ids=label)
-every_correction = pytest.mark.parametrize("case", CORRECTIONS, ids=label)
+every_correction = pytest.mark.parametrize("case", [*CORRECTIONS, *RESTRICTIONS], ids=label)
 
 
 def same(a: Outcome, b: Outcome, order: list[int] | None = None) -> None:
@@ -31,7 +33,7 @@ def same(a: Outcome, b: Outcome, order: list[int] | None = None) -> None:
 
 def test_every_method_has_a_case() -> None:
     covered = {name for objective, _, rest in STACKS for name in (objective, *(r[0] for r in rest))}
-    assert covered == set(METHODS)
+    assert covered == {method.name for method in METHODS.values() if method.apply}
 
 
 @every_stack
@@ -44,6 +46,20 @@ def test_packing_changes_nothing(case: Case) -> None:
     order = [2, 0, 3, 1]
     shuffled: list[Seq] = [batch[order.index(i)] for i in range(4)]
     same(reference, evaluate(built, shuffled), order)
+
+
+shapes = st.lists(st.integers(1, 7), min_size=1, max_size=6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(STACKS), shapes, st.integers(0, 10**6), st.integers(0, 4), st.data())
+def test_any_packing_changes_nothing(case: Case, lengths: list[int], seed: int, padding: int, data: st.DataObject) -> None:
+    """Any stack, any lengths, any order, any cut into micro-batches, garbage in padding and at tool tokens."""
+    built, batch = stack(*case), random_batch(seed, lengths)
+    order = data.draw(st.permutations(range(len(batch))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(batch)))))
+    split = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(batch)], strict=True) if a < b]
+    same(evaluate(built, batch, garbage=0.0), evaluate(built, batch, split, padding))
 
 
 @every_stack
@@ -108,9 +124,9 @@ def test_extreme_ratios_stay_finite(case: Case) -> None:
 
 @every_objective
 def test_on_policy_gradient_is_reinforce(case: tuple[str, dict]) -> None:
-    """Statement 9 of papers.md 15: at theta = old = mu all have the gradient -A grad log theta; each method's constant is 1 here.
-
-    Two write it differently: `epic` with the full prefix gradient multiplies by all later advantages, which is REINFORCE with reward to go.
+    """Statement 9 of papers.md 15: at theta = old = mu all have the gradient -A grad log theta; each method's constant is 1 here, but
+    for `direct_advantage`, whose is 1 / beta. `epic` with the full prefix gradient multiplies by all later advantages, which is REINFORCE
+    with reward to go.
     """
     batch = constant_advantages(on_policy(random_batch(4)))
     outcome = evaluate(stack(*case, aggregation="token-mean"), batch)
@@ -121,6 +137,8 @@ def test_on_policy_gradient_is_reinforce(case: tuple[str, dict]) -> None:
             coefficient = torch.where(s.mask, s.advantages, 0.0).flip(0).cumsum(0).flip(0)
         if s.advantages[0].abs() > case[1].get("alpha", 2.0) and case[0] == "acpo_advantage":
             coefficient = torch.zeros_like(coefficient)  # clips the product, so |A| > alpha has no gradient even on-policy
+        if case[0] == "direct_advantage":
+            coefficient = coefficient / case[1].get("beta", 1.0)
         torch.testing.assert_close(grad, torch.where(s.mask, -coefficient / total, 0.0), rtol=1e-9, atol=1e-12)
 
 
@@ -149,18 +167,27 @@ def test_all_rejected_gives_zero_loss_and_finite_gradient(name: str) -> None:
     assert all((g == 0).all() for g in outcome.grads)
 
 
+@pytest.mark.parametrize("reach", ["token", "suffix", "sequence"])
+def test_all_labels_pruned_gives_zero_loss_and_finite_gradient(reach: str) -> None:
+    batch = [dataclasses.replace(s, inside=torch.zeros_like(s.mask)) for s in random_batch()]
+    outcome = evaluate(stack("ppo", {}, [("dvp", {"support": "unpruned", "reach": reach})]), batch, padding=1)
+    assert outcome.loss == 0
+    assert all((g == 0).all() for g in outcome.grads)
+
+
 @every_stack
 def test_only_theta_carries_a_gradient(case: Case) -> None:
     """Old, mu, advantages and every option are detached on entry; weights and masks come out detached."""
     batch = random_batch(6)
     leaves = [s.logp.clone().requires_grad_() for s in batch]
-    others = ["old", "mu", "advantages", "uniform", "shift", "reference", "top_theta", "top_old", "top_mu"]
+    others = ["old", "mu", "advantages", "uniform", "shift", "reference", "top_theta", "top_old", "top_mu", "kept_mass"]
     live = [dataclasses.replace(s, **{name: getattr(s, name).clone().requires_grad_() for name in others}) for s in batch]
     built = stack(*case)
     totals = built.statistics(pack(live, leaves, None, 1, 0.0))
     tokens = pack(live, leaves, totals, 1, 0.0)
-    for part in built.corrections:
+    for part in (*built.corrections, *([built.vocabulary] if built.vocabulary else [])):
         own = {k.split("/", 1)[1]: v for k, v in totals.items() if k.startswith(part.method.name)}
+        assert part.method.apply is not None
         answer: Correction = part.method.apply(dataclasses.replace(tokens, totals=own), part.config)
         assert not answer.weight_T.requires_grad
         assert answer.keep_T.dtype == torch.bool

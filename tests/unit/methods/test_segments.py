@@ -91,9 +91,25 @@ def test_turns(pack: Pack) -> None:
         same = [v for v, turn in zip(values, turns, strict=True) if turn == turns[i]]
         return sum(same) / len(same)
 
+    def sum_of_turn(values: list[float], i: int, turns: list[int]) -> float:
+        return sum(v for v, turn in zip(values, turns, strict=True) if turn == turns[i])
+
     check(pack.segments().turn_mean(pack.values()), pack.per_token(mean_of_turn))
+    check(pack.segments().turn_sum(pack.values()), pack.per_token(sum_of_turn))
     whole = pack.per_token(lambda v, i, _: sum(v) / len(v))
     check(pack.segments(turns=False).turn_mean(pack.values()), whole)
+    check(pack.segments(turns=False).turn_sum(pack.values()), pack.per_token(lambda v, i, _: sum(v)))
+
+
+def test_turn_sums_are_differentiable() -> None:
+    """Turns {0, 2} and {3} of one sequence, a tool token between: d/dx of sum_t w_t turn_sum(x)_t is the turn's sum of w."""
+    segments = LocalSegments(torch.zeros(4, dtype=torch.int64), torch.tensor([True, False, True, True]), 1, torch.tensor([0, -1, 0, 1]))
+    x_T = torch.tensor([1.0, math.nan, 2.0, 5.0], requires_grad=True)
+    total_T = segments.turn_sum(x_T)
+    assert total_T.tolist() == [3, 0, 3, 5]
+    (torch.tensor([1.0, 9.0, 10.0, 100.0]) * total_T).sum().backward()
+    assert x_T.grad is not None
+    assert x_T.grad.tolist() == [11, 0, 11, 100]
 
 
 def test_a_prefix_never_crosses_a_boundary() -> None:

@@ -1,0 +1,45 @@
+"""From what the last stages say of packed tokens back to one array a trajectory, on the leader of each replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..types import Batch, PackedBatch
+from .parallel import Mesh
+
+
+def to_leader(mesh: Mesh, micro_batches: Sequence[PackedBatch], found: Sequence[Tensor], batch: Batch | None) -> list[NDArray[np.float32]]:
+    """[N] a trajectory of the leader's batch, NaN where there is no loss; empty on ranks that do not lead. Collective over each replica.
+
+    Args:
+        found: fp32 [T] a micro-batch, on the last stage; not looked at elsewhere.
+        batch: what the micro-batches were packed from, on the leader.
+    """
+    entries = [_entries(b, x) for b, x in zip(micro_batches, found, strict=True)] if mesh.reports else []
+    parts: list[Any] | None = [entries]
+    if len(mesh.replica_ranks) > 1:
+        parts = [None] * len(mesh.replica_ranks) if mesh.is_leader else None
+        dist.gather_object(entries, parts, dst=mesh.replica_ranks[0], group=mesh.replica_group)
+    if batch is None or parts is None:
+        return []
+    out = [np.full(len(t.tokens), np.nan, dtype=np.float32) for t in batch.trajectories]
+    for part in parts:
+        for samples, positions, values in part:
+            for sample, position, value in zip(samples, positions, values, strict=True):
+                out[sample][position + 1] = value
+    for array, trajectory in zip(out, batch.trajectories, strict=True):
+        assert np.isfinite(array[trajectory.loss_mask]).all(), "a loss token came back without a number"
+    return out
+
+
+def _entries(batch: PackedBatch, found_T: Tensor) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """(sample, position of the input token, number) of each loss token of a micro-batch."""
+    mask_T = batch.mask_T.cpu()
+    sample_M = batch.sample_S[batch.sequence_T[mask_T]]
+    return sample_M.numpy(), batch.positions_T[mask_T].numpy(), found_T.detach().float().cpu()[mask_T].numpy()

@@ -1,0 +1,257 @@
+"""What a step trains on: prompts drawn, answers sampled and judged, groups kept or replaced, advantages taken.
+
+Each function that touches the fleet or a model is collective over all ranks; leaders hold the trajectories, the others none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .actor.collect import to_leader
+from .actor.feed import Feed, hand_out
+from .actor.metrics import Metrics, reduce
+from .methods import dynamic_sampling, gae, group, kl_in_reward, overlong, popo, step_advantage
+from .methods.dynamic_sampling import Group, by_group
+from .rewards.verifiers import score_all
+from .rollout.collector import collect
+from .run import SCORING, Run
+from .types import Batch, Prompt, Trajectory, as_metric
+
+Arrays = list[NDArray[np.float32]]
+
+
+def draw(run: Run) -> list[Prompt]:
+    """This leader's share of the next batch of prompts; empty on ranks that do not lead. Counts the batch as drawn."""
+    batch = run.state.prompt_batches
+    run.state = dataclasses.replace(run.state, prompt_batches=batch + 1)
+    if run.prompts is None:
+        return []
+    return run.prompts.batch(batch, run.config.rollout.prompts_per_step)[run.mesh.data_rank :: run.mesh.data_size]
+
+
+def sample(run: Run, prompts: Sequence[Prompt], samples: int) -> list[Trajectory]:
+    """This leader's answers to its prompts, judged, with the steps of each answer numbered; empty on ranks that do not lead."""
+    if run.fleet is None or run.verifier is None:
+        return []
+    answers = collect(run.fleet, prompts, samples=samples, sampling=run.sampling, routes=run.wants_routes, version=run.state.weight_version)
+    with run.timers("reward"):
+        return score_all(run.verifier, [run.number_steps(t) for t in answers])
+
+
+def gather_groups(run: Run) -> tuple[list[Trajectory], Metrics]:
+    """The step's trajectories, after dynamic sampling, the overlong penalty and POPO's buffer, where they are configured."""
+    wanted = run.config.rollout.prompts_per_step // run.mesh.data_size
+    samples = run.config.rollout.samples_per_prompt
+    metrics = Metrics()
+    groups = _shaped(run, sample(run, draw(run), samples))
+    dynamic = run.stack.find(dynamic_sampling.METHOD.name)
+    if dynamic is not None:
+        rounds = 1
+        # All leaders draw while any of them wants more: the order of prompts then depends on no leader alone.
+        while rounds < dynamic.max_rounds and any(run.mesh.gather(bool(dynamic_sampling.missing(groups, wanted)) and run.mesh.is_leader)):
+            prompts = draw(run)
+            if dynamic_sampling.missing(groups, wanted):
+                groups += _shaped(run, sample(run, prompts, samples))
+            rounds += 1
+        groups = dynamic_sampling.select(groups, wanted)
+        metrics.add({"dynamic_sampling/rounds": as_metric(torch.tensor(float(rounds)), 1.0)} if run.mesh.is_leader else {})
+    metrics.merge(_rollout_metrics(run, [t for g in groups for t in g]))
+    buffered = run.stack.find(popo.METHOD.name)
+    if buffered is not None and run.mesh.is_leader:
+        groups, run.buffer, seen = popo.refill(groups, run.buffer, run.state.weight_version, buffered)
+        metrics.add({f"popo/{name}": pair for name, pair in seen.items()})
+    return [t for g in groups for t in g], metrics
+
+
+def _shaped(run: Run, trajectories: list[Trajectory]) -> list[Group]:
+    """In groups, with the overlong penalty in the rewards."""
+    penalty = run.stack.find(overlong.METHOD.name)
+    if penalty is not None and trajectories:
+        added = overlong.overlong_penalty([t.response_tokens for t in trajectories], penalty, run.config.rollout.max_new_tokens)
+        trajectories = [dataclasses.replace(t, reward=(t.reward or 0.0) + float(a)) for t, a in zip(trajectories, added, strict=True)]
+    return by_group(trajectories)
+
+
+def _rollout_metrics(run: Run, answers: Sequence[Trajectory]) -> Metrics:
+    """Rewards, lengths, truncation and weight lag of what was sampled in this step."""
+    if not answers:
+        return Metrics()
+    n = float(len(answers))
+    rewards = torch.tensor([t.reward or 0.0 for t in answers], dtype=torch.float64)
+    tokens = torch.tensor([t.response_tokens for t in answers], dtype=torch.float64)
+    lags = torch.tensor([float(run.state.weight_version) * t.response_tokens - t.versions[t.loss_mask].sum() for t in answers])
+    masses = np.concatenate([t.kept_mass[t.loss_mask] for t in answers if t.kept_mass is not None] or [np.zeros(0, np.float32)])
+    return Metrics().add(
+        {
+            "reward/mean": as_metric(rewards.sum(), n),
+            "reward/square": as_metric(rewards.square().sum(), n),
+            "response/length": as_metric(tokens.sum(), n),
+            "response/truncated_share": as_metric(torch.tensor(float(sum(t.finish_reason == "length" for t in answers))), n),
+            "lag/mean": as_metric(lags.sum(), tokens.sum()),
+            "sampling/kept_mass": as_metric(torch.tensor(masses.sum()), float(len(masses))),
+        },
+        totals={"response/tokens": tokens.sum()},
+    )
+
+
+def reduce_on_leaders(run: Run, metrics: Metrics) -> dict[str, float]:
+    """The numbers of metrics that leaders gathered."""
+    values = reduce(run.mesh, metrics, counts=run.mesh.is_leader)
+    if "reward/square" in values:
+        values["reward/std"] = max(0.0, values.pop("reward/square") - values["reward/mean"] ** 2) ** 0.5
+    return values
+
+
+# -- advantages ------------------------------------------------------------------------------------------------------------------
+
+
+def take_advantages(run: Run, trajectories: list[Trajectory]) -> tuple[Batch | None, Metrics]:
+    """The leader's batch with advantages spread over each answer's loss tokens, and the critic's targets where there is a critic."""
+    batch = Batch(tuple(trajectories), tuple(np.zeros(len(t.tokens), np.float32) for t in trajectories)) if run.mesh.is_leader else None
+    name, config = run.estimator.method.name, run.estimator.config
+    values: Arrays = []
+    if run.critic is not None:
+        feed = hand_out_batch(run, batch)
+        values = to_leader(run.mesh, feed.micro_batches, run.critic.values(feed.micro_batches) or [], batch)
+    kl = _kl_rewards(run, batch)
+    if name == "step_advantage":
+        return _step_advantages(run, batch, values, config.completions)
+    if batch is None:
+        if name == "gae" and config.whiten:
+            run.mesh.gather(None)
+        return None, Metrics()
+    if name == "gae":
+        return _gae(run, batch, values, kl), Metrics()
+    answers = batch.trajectories
+    rewards = [(t.reward or 0.0) + (float(kl[i].sum()) if kl else 0.0) for i, t in enumerate(answers)]
+    valid = [t.finish_reason == "stop" or not run.config.advantage.reject_truncated for t in answers]
+    taken = group.group_advantages(rewards, [t.group for t in answers], config, valid)
+    return dataclasses.replace(batch, advantages=tuple(_on_loss(t, a) for t, a in zip(answers, taken, strict=True))), Metrics()
+
+
+def _on_loss(trajectory: Trajectory, value: float) -> NDArray[np.float32]:
+    return np.where(trajectory.loss_mask, value, 0.0).astype(np.float32)
+
+
+def _kl_rewards(run: Run, batch: Batch | None) -> Arrays:
+    """[N] a trajectory: what the distance to the reference adds to each token's reward; empty where that is not configured."""
+    config = run.stack.find(kl_in_reward.METHOD.name)
+    if config is None:
+        return []
+    assert run.reference is not None, "requirements.py refuses kl_in_reward without a reference"
+    feed = hand_out_batch(run, batch)
+    routing = SCORING[run.config.replay.mode] if run.config.replay.mode == "R3" else "live"
+    per_model = [
+        to_leader(run.mesh, feed.micro_batches, [s.logp_T for s in model.score(feed.micro_batches, routing).stats], batch)
+        for model in (run.actor, run.reference)
+    ]
+    if batch is None:
+        return []
+    return [
+        kl_in_reward.kl_in_reward(old, reference, t.loss_mask, config)
+        for old, reference, t in zip(*per_model, batch.trajectories, strict=True)
+    ]
+
+
+def _gae(run: Run, batch: Batch, values: Arrays, kl: Arrays) -> Batch:
+    config, masks = run.estimator.config, [t.loss_mask for t in batch.trajectories]
+    pairs = []
+    for i, t in enumerate(batch.trajectories):
+        rewards = gae.reward_at_end(t.loss_mask, t.reward or 0.0) + (kl[i] if kl else 0.0)
+        pairs.append(gae.gae(rewards, values[i], t.loss_mask, config.gamma, config.lam))
+    advantages = [a for a, _ in pairs]
+    if config.whiten:
+        totals = sum((x for x in run.mesh.gather(gae.moments(advantages, masks)) if x is not None), np.zeros(3))
+        advantages = gae.whiten(advantages, masks, totals)
+    return dataclasses.replace(
+        batch,
+        advantages=tuple(advantages),
+        values=tuple(np.nan_to_num(v) for v in values),
+        returns=tuple(np.where(m, r, np.nan).astype(np.float32) for (_, r), m in zip(pairs, masks, strict=True)),
+    )
+
+
+def _step_advantages(run: Run, batch: Batch | None, values: Arrays, completions: int) -> tuple[Batch | None, Metrics]:
+    """V(after) - V(before) of every step; V from completions of each prefix, or from the critic, which those completions train."""
+    if batch is None:
+        return None, Metrics()
+    estimates = monte_carlo_values(run, batch.trajectories, completions)
+    advantages, returns, errors = [], [], []
+    for i, t in enumerate(batch.trajectories):
+        starts = step_advantage.step_starts(t.turns)
+        known = estimates[i] if not values else [float(values[i][s]) for s in starts]
+        errors += [abs(a - b) for a, b in zip(known, estimates[i], strict=True)]
+        taken = step_advantage.step_advantages(known, t.reward or 0.0)
+        advantages.append(step_advantage.spread_steps(taken, t.turns))
+        target = np.full(len(t.tokens), np.nan, np.float32)
+        target[starts] = estimates[i]
+        returns.append(target)
+    metrics = Metrics().add(
+        {"step_advantage/critic_error": as_metric(torch.tensor(float(sum(errors))), float(len(errors)))} if values else {}
+    )
+    learned = (tuple(np.nan_to_num(v) for v in values), tuple(returns)) if values else (None, None)
+    return dataclasses.replace(batch, advantages=tuple(advantages), values=learned[0], returns=learned[1]), metrics
+
+
+def monte_carlo_values(run: Run, answers: Sequence[Trajectory], completions: int) -> list[list[float]]:
+    """For each answer, the value of the state before each of its steps: the mean reward of completions sampled on from there.
+
+    The state before the first step is the prompt, whose completions are the answers of the group.
+    """
+    assert run.fleet is not None and run.verifier is not None
+    rewards_of: dict[str, list[float]] = {}
+    for t in answers:
+        rewards_of.setdefault(t.group, []).append(t.reward or 0.0)
+    prefixes, owners = [], []
+    for i, t in enumerate(answers):
+        for step, start in enumerate(step_advantage.step_starts(t.turns)[1:], start=1):
+            prefixes.append(Prompt(f"{t.prompt.id}/{i}.{step}", t.tokens[:start], "", t.prompt.answer, t.prompt.metadata))
+            owners.append(i)
+    sampled = (
+        collect(run.fleet, prefixes, samples=completions, sampling=run.sampling, routes=False, version=run.state.weight_version)
+        if prefixes
+        else []
+    )
+    whole = [_as_answer(run, answers[owners[i // completions]], t) for i, t in enumerate(sampled)]
+    rewards = [t.reward or 0.0 for t in score_all(run.verifier, whole)]
+    found = [[step_advantage.monte_carlo_value(rewards_of[t.group])] for t in answers]
+    for i, owner in enumerate(owners):
+        found[owner].append(step_advantage.monte_carlo_value(rewards[i * completions : (i + 1) * completions]))
+    return found
+
+
+def _as_answer(run: Run, original: Trajectory, continuation: Trajectory) -> Trajectory:
+    """The continuation as an answer to the original prompt, for the verifier."""
+    text = run.tokenizer.decode(continuation.tokens[len(original.prompt.tokens) :].tolist(), skip_special_tokens=True)
+    return dataclasses.replace(continuation, prompt=original.prompt, text=text)
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------------------
+
+
+def hand_out_batch(run: Run, batch: Batch | None) -> Feed:
+    """A leader's batch, packed, with every rank's own share."""
+    return hand_out(
+        run.mesh,
+        run.actor.places,
+        batch,
+        budget=run.config.train.tokens_per_micro_batch,
+        experts=run.actor.experts,
+        max_tokens=run.config.rollout.max_new_tokens,
+        multiple=run.actor.micro_batch_multiple,
+    )
+
+
+def hand_out_mini_batches(run: Run, batch: Batch | None, step: int) -> list[Feed]:
+    """Shuffles each leader's batch into mini-batches and gives every rank its shards."""
+    count = run.config.train.mini_batches
+    parts: Sequence[Batch | None] = [None] * count
+    if batch is not None:
+        order = np.random.default_rng([run.config.train.seed, step]).permutation(len(batch.trajectories))
+        parts = [batch.select(part.tolist()) for part in np.array_split(order, count)]
+    return [hand_out_batch(run, part) for part in parts]
