@@ -29,8 +29,8 @@ from .convert.families import family_for
 from .convert.hf import read_config
 from .data.prompts import PromptSource, load_tokenizer
 from .methods.dynamic_sampling import Group
-from .methods.registry import Part, Stack
 from .methods.requirements import configured
+from .methods.stack import Part, Stack
 from .rewards.verifiers import Verifier
 from .rewards.verifiers import build as build_verifier
 from .rollout.collector import Sampling

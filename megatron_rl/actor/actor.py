@@ -17,7 +17,7 @@ from ..convert.bridge import export_hf
 from ..convert.families import Family
 from ..convert.hf import HfWriter
 from ..methods.objective import Denominators, Tokens, TopK
-from ..methods.registry import Stack
+from ..methods.stack import Stack
 from ..methods.uniform import token_uniforms
 from ..routing.replay import Mode
 from ..types import PackedBatch, RouterScores, TokenStats

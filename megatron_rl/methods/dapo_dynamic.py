@@ -1,7 +1,7 @@
 """DAPO, Decoupled Clip and Dynamic sAmpling (2503.14476), the loss: PPO with a higher upper bound, token-mean, no KL. Evidence [D][C].
 
 Not to be confused with Direct Advantage Policy Optimization (2412.18279), which bears the same acronym. The rest of the method lives
-where it acts: `shaping.overlong_penalty` for the reward, `shaping.informative_groups` for dynamic sampling.
+where it acts: data methods `overlong` for the reward and `dynamic_sampling` for the groups.
 """
 
 from __future__ import annotations

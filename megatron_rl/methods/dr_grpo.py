@@ -3,7 +3,7 @@
     loss = 1/N sum_i  1/Lmax sum_t  L_t,   L_t as in `ppo`
 
 A constant Lmax replaces each answer's own length, so long wrong answers are not favoured. The other half is the advantage without the
-standard deviation: set advantage.scale_by_std to false, which this file cannot do for you.
+standard deviation: set advantage.params.scale_by_std to false, which this file cannot do for you.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ METHOD = Method(
     paper="Dr. GRPO (cited by 2602.04879)",
     evidence="C",
     unit="token",
-    summary="GRPO divided by a constant length; use with advantage.scale_by_std: false",
+    summary="GRPO divided by a constant length; use with advantage.params.scale_by_std: false",
     aggregation="seq-mean-token-sum-norm",
     needs=frozenset({"old"}),
 )

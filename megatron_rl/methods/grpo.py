@@ -1,6 +1,6 @@
 """GRPO (2402.03300): PPO's clipped surrogate, group advantages, mean over the tokens of each answer first. Evidence [C].
 
-The group-relative advantage itself is `advantages.group_advantages`; this file is the loss. The optional beta * k3(theta || ref) is the
+The group-relative advantage itself is advantage `group`; this file is the loss. The optional beta * k3(theta || ref) is the
 penalty `kl_penalty`.
 """
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from ..config import Config, ModelFacts
 from .objective import Need
 from .params import build as build_params
-from .registry import Part, Stack, build, lookup
+from .registry import build, lookup
+from .stack import Part, Stack
 
 
 def provided(config: Config, facts: ModelFacts) -> frozenset[Need]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_rl.methods.registry import Stack
+from megatron_rl.methods.stack import Stack
 
 from .ours import Outcome, Seq, evaluate
 

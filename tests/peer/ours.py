@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_rl.config import MethodConfig, ObjectiveConfig
 from megatron_rl.methods import registry
 from megatron_rl.methods.objective import Denominators, Tokens
-from megatron_rl.methods.registry import Stack
 from megatron_rl.methods.segments import LocalSegments
+from megatron_rl.methods.stack import Stack
 
 MAX_TOKENS = 7
 """The constant of seq-mean-token-sum-norm, in ours and in theirs."""

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl.actor import vocabulary
-from megatron_rl.actor.divergences import exact_divergences
 from megatron_rl.actor.logprobs import Support, VocabShard, VocabStats, best_tokens, vocabulary_stats
 
 T, H, V, PADDED = 13, 8, 29, 32
@@ -315,30 +314,3 @@ def test_blocks_and_tiles_change_nothing_but_rounding(dtype: torch.dtype, monkey
 def test_bad_supports_are_named(bad: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Support(**bad)
-
-
-@pytest.mark.parametrize("chunk", [3, 100])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_exact_divergences(chunk: int, temperature: float) -> None:
-    (hidden, weight, _), (other_hidden, other_weight, _) = inputs(torch.float64), inputs(torch.float64, seed=3)
-    log_p, log_q = (
-        oracle(h, w, torch.zeros(T).long(), temperature, None)["log_p"] for h, w in ((hidden, weight), (other_hidden, other_weight))
-    )
-    kl, tv = exact_divergences(hidden, weight, other_hidden, other_weight, ONE, temperature=temperature, chunk=chunk)
-    torch.testing.assert_close(kl, (log_q.exp() * (log_q - log_p)).sum(1), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(tv, (log_q.exp() - log_p.exp()).abs().sum(1) / 2, rtol=1e-12, atol=1e-12)
-    assert not kl.requires_grad
-
-
-def test_small_divergences_survive_fp32() -> None:
-    """Policies 1e-4 apart in the weights: the KL is about 1e-8, a tenth of fp32's epsilon; as sum q (log q - log p) it would be noise.
-    The TV is linear in the error of the logits, a few 1e-7."""
-    hidden, weight, _ = inputs(torch.float64)
-    other = weight.detach() + 1e-4 * torch.randn(PADDED, H, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    exact, exact_tv = exact_divergences(hidden, weight, hidden, other, ONE)
-    assert exact.max() < 1e-6
-    kl, tv = exact_divergences(hidden.float(), weight.float(), hidden.float(), other.float(), ONE)
-    torch.testing.assert_close(kl.double(), exact, rtol=0.02, atol=0)
-    torch.testing.assert_close(tv.double(), exact_tv, rtol=0.02, atol=5e-7)
-    same = exact_divergences(hidden.float(), weight.float(), hidden.float(), weight.float(), ONE)
-    assert not same[0].any() and not same[1].any()

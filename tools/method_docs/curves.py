@@ -20,8 +20,9 @@ from torch import Tensor
 from megatron_rl.config import MethodConfig, ObjectiveConfig
 from megatron_rl.methods.catalog import METHODS
 from megatron_rl.methods.objective import Denominators, Tokens, TopK
-from megatron_rl.methods.registry import Stack, build
+from megatron_rl.methods.registry import build
 from megatron_rl.methods.segments import LocalSegments
+from megatron_rl.methods.stack import Stack
 
 Pair = Literal["theta/old", "theta/mu", "old/mu", "theta/reference"]
 UNWEIGHTED = ObjectiveConfig("policy_gradient", {"weight": "none"}, "token-mean")

@@ -13,8 +13,8 @@ from megatron_rl.config import MethodConfig, ObjectiveConfig
 from megatron_rl.methods import registry
 from megatron_rl.methods.catalog import METHODS
 from megatron_rl.methods.objective import Denominators, Tokens, TopK
-from megatron_rl.methods.registry import Stack
 from megatron_rl.methods.segments import LocalSegments
+from megatron_rl.methods.stack import Stack
 
 MAX_TOKENS = 7.0
 K = 3
