@@ -48,7 +48,7 @@ def gather_groups(run: Run) -> tuple[list[Trajectory], Metrics]:
     wanted = run.config.rollout.prompts_per_step // run.mesh.data_size
     samples = run.config.rollout.samples_per_prompt
     metrics = Metrics()
-    groups = _shaped(run, sample(run, draw(run), samples))
+    groups = by_group(sample(run, draw(run), samples))
     dynamic = run.stack.find(dynamic_sampling.METHOD.name)
     if dynamic is not None:
         rounds = 1
@@ -56,11 +56,12 @@ def gather_groups(run: Run) -> tuple[list[Trajectory], Metrics]:
         while rounds < dynamic.max_rounds and any(run.mesh.gather(bool(dynamic_sampling.missing(groups, wanted)) and run.mesh.is_leader)):
             prompts = draw(run)
             if dynamic_sampling.missing(groups, wanted):
-                groups += _shaped(run, sample(run, prompts, samples))
+                groups += by_group(sample(run, prompts, samples))
             rounds += 1
         groups = dynamic_sampling.select(groups, wanted)
         metrics.add({"dynamic_sampling/rounds": as_metric(torch.tensor(float(rounds)), 1.0)} if run.mesh.is_leader else {})
     metrics.merge(_rollout_metrics(run, [t for g in groups for t in g]))
+    groups = _shaped(run, groups)  # after the choice: an all-right group whose answers differ in length is not informative
     buffered = run.stack.find(popo.METHOD.name)
     if buffered is not None and run.mesh.is_leader:
         groups, run.buffer, seen = popo.refill(groups, run.buffer, run.state.weight_version, buffered)
@@ -68,13 +69,16 @@ def gather_groups(run: Run) -> tuple[list[Trajectory], Metrics]:
     return [t for g in groups for t in g], metrics
 
 
-def _shaped(run: Run, trajectories: list[Trajectory]) -> list[Group]:
-    """In groups, with the overlong penalty in the rewards."""
+def _shaped(run: Run, groups: list[Group]) -> list[Group]:
+    """The groups with the overlong penalty in their rewards."""
     penalty = run.stack.find(overlong.METHOD.name)
-    if penalty is not None and trajectories:
-        added = overlong.overlong_penalty([t.response_tokens for t in trajectories], penalty, run.config.rollout.max_new_tokens)
-        trajectories = [dataclasses.replace(t, reward=(t.reward or 0.0) + float(a)) for t, a in zip(trajectories, added, strict=True)]
-    return by_group(trajectories)
+    if penalty is None:
+        return groups
+    shaped = []
+    for one in groups:
+        added = overlong.overlong_penalty([t.response_tokens for t in one], penalty, run.config.rollout.max_new_tokens)
+        shaped.append(tuple(dataclasses.replace(t, reward=(t.reward or 0.0) + float(a)) for t, a in zip(one, added, strict=True)))
+    return shaped
 
 
 def _rollout_metrics(run: Run, answers: Sequence[Trajectory]) -> Metrics:

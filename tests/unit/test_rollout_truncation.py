@@ -75,7 +75,7 @@ def test_behaviour_is_of_the_kept_tokens() -> None:
     np.testing.assert_allclose(t.behaviour_logp, [np.nan] * 3 + [np.log(0.3 / 0.85), 0], atol=1e-6)
     np.testing.assert_allclose(t.kept_mass, [np.nan] * 3 + [0.85, 0.4], atol=1e-6)
     assert t.candidates is None
-    assert (t.keep_ids.dtype, t.kept_mass.dtype, t.behaviour_logp.dtype) == (np.int32, np.float32, np.float32)
+    assert [x.dtype.name for x in (t.keep_ids, t.kept_mass, t.behaviour_logp)] == ["int32", "float32", "float32"]
 
 
 def test_mean_ratio_without_the_correction_is_the_kept_mass() -> None:
@@ -183,7 +183,7 @@ def test_candidates_of_the_whole_policy() -> None:
     assert t.candidates.ids.tolist() == [[-1] * 3] * 3 + [[22, 20, 24], [22, 20, -1]]
     np.testing.assert_allclose(t.candidates.logp[3:], logp, atol=1e-6)
     assert np.isneginf(t.candidates.logp[:3]).all()
-    assert (t.candidates.ids.dtype, t.candidates.logp.dtype) == (np.int32, np.float32)
+    assert [x.dtype.name for x in (t.candidates.ids, t.candidates.logp)] == ["int32", "float32"]
     np.testing.assert_allclose(t.behaviour_logp[3:], np.log([0.15, 0.3]), atol=1e-6)
 
 

@@ -9,7 +9,8 @@ Where each of the 19 statements of papers.md 15 is tested (files of this folder 
  5  E|rho-1|, E k1, E k3             here: martingales_and_sample_estimators
  6  prefix KL generators             here: kl_chain_and_prefix_generators
  7  DVP                              noise bounds and path identities: test_dvp_theory; shards, padding, gradient:
-                                     tests/unit/test_logprobs.py; pruned training is exact importance sampling: here, pruned_training_*
+                                     tests/unit/test_logprobs.py, tests/dist/test_logprobs.py; pruned training is exact importance
+                                     sampling: here, pruned_training_*
  8  SIS acceptance                   test_draws: sis_accepts_tokens_as_if_theta_had_drawn_them
  9  gradients at theta = old = mu    test_invariants: on_policy_gradient_is_reinforce
 10  detachment                       test_invariants: only_theta_carries_a_gradient (and packs.DetachedSegments everywhere)
@@ -17,7 +18,7 @@ Where each of the 19 statements of papers.md 15 is tested (files of this folder 
 12  context parallelism, packing     tests/dist/test_segments.py: shards_equal_the_whole; test_segments; test_invariants: packing_*, tool_*
 13  ACPO-Adaptive's bins, any layout test_invariants: packing_changes_nothing; tests/dist/test_actor_parity.py: blind_to_layout
 14  SORL: kept + C = unclipped       test_formulas: sorl_clipped_loss_completes_the_gradient
-15  MIPU                             verdicts and state: test_host_side mipu_*; the bit-exact restore is the loop's, under tests/dist
+15  MIPU                             the pure part, verdicts and state: test_host_side mipu_*; the restore itself is actor/snapshot.py's
 16  length-triggered learning rate   test_host_side: length_lr_triggers_once_and_floors, a_growing_length_triggers_where_it_crosses
 17  routing replay                   tests/unit/test_routing.py, tests/dist/test_actor_parity.py
 18  ascent, SNIS, seq-MIS            here: ascent_*, self_normalised_bias_shrinks_with_the_batch, sequence_mask_bias_formula

@@ -14,7 +14,8 @@ from megatron_rl.config import MethodConfig, ObjectiveConfig
 from megatron_rl.fields import field_docs
 from megatron_rl.methods import describe, registry
 from megatron_rl.methods.catalog import METHODS
-from megatron_rl.methods.objective import WHOLE_VOCABULARY, Need
+from megatron_rl.methods.objective import WHOLE_VOCABULARY, Method, Need
+from megatron_rl.methods.stack import REMEDIES, Part
 
 from .packs import stack
 
@@ -31,7 +32,7 @@ def test_names_are_file_names_and_files_are_small() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=lambda m: m.name)
-def test_every_method_documents_itself(method: registry.Method) -> None:
+def test_every_method_documents_itself(method: Method) -> None:
     assert method.paper
     assert method.summary
     assert len(method.summary) < 100
@@ -44,8 +45,8 @@ def test_every_method_documents_itself(method: registry.Method) -> None:
         assert set(re.findall(r"\[([FCDAIN])\]", describe.formula(method))) >= set(method.evidence)
     for name, doc in field_docs(method.config).items():
         assert len(doc) > 10, f"{name} does not say what it means"
-    assert registry.Part(method, config).needs <= set(get_args(Need))
-    assert set(registry.REMEDIES) == set(get_args(Need))
+    assert Part(method, config).needs <= set(get_args(Need))
+    assert set(REMEDIES) == set(get_args(Need))
 
 
 @pytest.mark.parametrize("name", ["sspo", "pnpo", "epic", "nfpo", "drpo", "sorl", "kpop", "dvp", "popo", "mipu", "length_lr", "vcpo"])
@@ -227,7 +228,7 @@ def test_unknown_and_misplaced_names() -> None:
     ],
 )
 def test_needs_follow_the_switches(case: Any, needs: set[str]) -> None:
-    assert set().union(*(part.needs for part in stack(*case).parts)) == needs
+    assert stack(*case).needs == needs
 
 
 def test_a_stack_that_the_run_cannot_feed_is_refused() -> None:
