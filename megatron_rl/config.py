@@ -173,7 +173,7 @@ class RolloutConfig:
     """Sample from tokens at least this fraction as likely as the likeliest; 0 from all."""
     keep_sets: int = 0
     """Most tokens that truncated sampling leaves at one position, to be returned with each answer: SGLang's own log-probs are of the whole
-    distribution. 0 for untruncated sampling."""
+    distribution. With top_k at most this, no answer is ever refused for a larger set. 0 for untruncated sampling."""
     max_new_tokens: int = 32
     """Longest answer in tokens."""
     samples_per_prompt: int = 8
@@ -188,7 +188,7 @@ class RolloutConfig:
             _positive(f"rollout.{name}", getattr(self, name))
         _positive("rollout.temperature", self.temperature)
         _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must be in (0, 1]")
-        _require(self.top_k == -1 or self.top_k >= 1, "rollout.top_k", self.top_k, "must be at least 1, or -1 for none")
+        _require(self.top_k == -1 or self.top_k >= 2, "rollout.top_k", self.top_k, "must be at least 2 (1 is greedy), or -1 for none")
         _require(0 <= self.min_p < 1, "rollout.min_p", self.min_p, "must be in [0, 1); 0 for none")
         _require(self.keep_sets >= 0, "rollout.keep_sets", self.keep_sets, "must not be negative; 0 for untruncated sampling")
         _require(

@@ -10,21 +10,21 @@ import torch
 
 from .actor import snapshot
 from .actor.actor import Scored, with_old
-from .actor.collect import to_leader
+from .actor.collect import sequences, to_leader
 from .actor.critic import Critic
 from .actor.feed import Feed, alignment, shard
 from .actor.metrics import Metrics, mismatch, reduce
 from .actor.optimizer import learning_rate
 from .data.packing import pack
 from .experience import draw, hand_out_batch, sample
-from .methods import length_lr, mipu, vcpo
+from .methods import bounds, length_lr, mipu, vcpo
 from .methods.objective import Denominators
 from .methods.value_loss import explained_variance
 from .rewards.verifiers import score_all
 from .rollout.collector import collect
 from .routing.replay import Mode
 from .run import SCORING, TRAINING, Run, write_json
-from .types import Batch, PackedBatch, Prompt, TokenStats, Trajectory, as_metric
+from .types import Batch, PackedBatch, Prompt, Trajectory, as_metric
 
 
 def score_old(run: Run, feeds: Sequence[Feed]) -> list[Feed]:
@@ -77,7 +77,16 @@ def probe(run: Run, feed: Feed, step: int) -> dict[str, float]:
     metrics = Metrics()
     live = run.actor.score(batches, "observe")
     metrics.merge(_routing_metrics(feed, live, run.actor.moe_layers)).merge(_mismatch(batches, live, "live"))
-    return reduce(run.mesh, metrics.merge(_mismatch(batches, run.actor.score(batches, "replay"), "replay")))
+    replayed = run.actor.score(batches, "replay")
+    values = reduce(run.mesh, metrics.merge(_mismatch(batches, replayed, "replay")))
+    return values | _bounds(run, batches, replayed)
+
+
+def _bounds(run: Run, batches: Sequence[PackedBatch], scored: Scored) -> dict[str, float]:
+    """TRM's bounds on the error of the surrogate, engine against trainer on replayed routes, estimated from the sampled tokens."""
+    gaps = [s.logp_T.cpu() - b.behaviour_logp_T for b, s in zip(batches, scored.stats, strict=False)]
+    log_ratios = sequences(run.mesh, batches, gaps)
+    return {f"bounds/{name}": value for name, value in bounds.all_bounds(bounds.sampled(log_ratios)).items()} if log_ratios else {}
 
 
 def _mismatch(batches: Sequence[PackedBatch], scored: Scored, suffix: str) -> Metrics:
@@ -182,20 +191,9 @@ def learning_rate_factor(run: Run, feeds: Sequence[Feed], mean_length: float) ->
 
 def _sequence_log_weights(run: Run, feeds: Sequence[Feed]) -> list[float]:
     """sum of log old - log mu of each sequence of the step, over all ranks, in no particular order."""
-    mine: list[float] = []
-    for batch in (b for feed in feeds for b in feed.micro_batches if run.mesh.reports):
-        assert batch.old_logp_T is not None, "score_old scores every mini-batch where vcpo is configured"
-        tokens = run.actor.tokens(batch, _stats_of_old(batch))
-        total_S, count_S = tokens.segments.sum(tokens.old_logp_T - tokens.behaviour_logp_T), tokens.segments.count()
-        mine += total_S[count_S > 0].tolist()
-    counted = run.mesh.reports and run.mesh.context_rank == 0
-    return [x for part in run.mesh.gather(mine if counted else []) for x in part]
-
-
-def _stats_of_old(batch: PackedBatch) -> TokenStats:
-    """The old policy's log-probs in theta's place: no forward is needed to look at old/mu."""
-    assert batch.old_logp_T is not None
-    return TokenStats(batch.old_logp_T)
+    batches = [b for feed in feeds for b in feed.micro_batches]
+    gaps = [b.old_logp_T.cpu() - b.behaviour_logp_T for b in batches if b.old_logp_T is not None]
+    return [float(d.astype(np.float64).sum()) for d in sequences(run.mesh, batches, gaps)]
 
 
 def take_snapshot(run: Run) -> snapshot.Snapshot | None:
@@ -241,7 +239,8 @@ def evaluate_policy(run: Run, *, greedy: bool = False) -> dict[str, float]:
     if run.mesh.broadcast(run.held_out is not None) is False:
         return {}
     if run.fleet is not None and run.held_out is not None and run.verifier is not None:
-        sampling = dataclasses.replace(run.sampling, temperature=0.0) if greedy else run.sampling
+        sampling = dataclasses.replace(run.sampling, candidates=0)
+        sampling = dataclasses.replace(sampling, temperature=0.0) if greedy else sampling
         mine = run.held_out.prompts[: run.config.data.eval_size][run.mesh.data_rank :: run.mesh.data_size]
         answers = score_all(
             run.verifier, collect(run.fleet, mine, samples=1, sampling=sampling, routes=False, version=run.state.weight_version)

@@ -1,4 +1,4 @@
-"""From what the last stages say of packed tokens back to one array a trajectory, on the leader of each replica."""
+"""From what the last stages say of packed tokens back to one array a trajectory or a sequence."""
 
 from __future__ import annotations
 
@@ -35,6 +35,28 @@ def to_leader(mesh: Mesh, micro_batches: Sequence[PackedBatch], found: Sequence[
                 out[sample][position + 1] = value
     for array, trajectory in zip(out, batch.trajectories, strict=True):
         assert np.isfinite(array[trajectory.loss_mask]).all(), "a loss token came back without a number"
+    return out
+
+
+def sequences(mesh: Mesh, micro_batches: Sequence[PackedBatch], found: Sequence[Tensor]) -> list[NDArray[np.float32]]:
+    """[n] the numbers of the loss tokens of each sequence of the mini-batch, over all data-parallel ranks, on every rank. Collective.
+
+    Sequences without loss tokens are left out. For diagnostics: it gathers 4 bytes and a position a token.
+
+    Args:
+        found: fp32 [T] a micro-batch, on the last stage; not looked at elsewhere.
+    """
+    mine = [_entries(b, x) for b, x in zip(micro_batches, found, strict=True)] if mesh.reports else []
+    parts: dict[tuple[int, int, int], list[tuple[NDArray[Any], NDArray[Any]]]] = {}
+    for data_rank, entries in mesh.gather((mesh.data_rank, mine)):
+        for index, (samples, positions, values) in enumerate(entries):
+            for sample in np.unique(samples):
+                here = samples == sample
+                parts.setdefault((data_rank, index, int(sample)), []).append((positions[here], values[here]))
+    out = []
+    for pieces in parts.values():
+        position, value = (np.concatenate(x) for x in zip(*pieces, strict=True))
+        out.append(value[position.argsort()])
     return out
 
 

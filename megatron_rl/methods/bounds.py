@@ -11,6 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .tokens import LOG_RATIO_LIMIT
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,33 @@ class Divergences:
             raise ValueError(f"horizon: {self.horizon} must be at least 1")
         if self.tv_mean is not None and len(self.tv_mean) != self.horizon:
             raise ValueError(f"tv_mean: {len(self.tv_mean)} values for horizon {self.horizon}; give one a position")
+
+
+def sampled(log_ratios: Sequence[NDArray[Any]]) -> Divergences:
+    """Estimates from sampled tokens alone, for a live run; what the engine would have to send for exact ones is the whole vocabulary.
+
+        tv_mean[t]  mean over sequences of |rho_t - 1| / 2        unbiased: E_mu |rho - 1| = 2 TV
+        kl_sequence mean over sequences of sum_t k3(d_t)          unbiased
+        tv_sequence mean over sequences of |rho_1:T - 1| / 2      unbiased, of high variance
+        tv_max, kl_max  largest |rho - 1| / 2 and k2 of any token: maxima over samples, neither above nor below the true ones [I]
+
+    Args:
+        log_ratios: for each sequence, [n] log theta - log mu of its loss tokens; at least one token in all.
+    """
+    d = [np.clip(np.asarray(x, dtype=np.float64), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) for x in log_ratios if len(x)]
+    if not d:
+        raise ValueError("log_ratios: no token at all; give at least one sequence")
+    horizon, every = max(len(x) for x in d), np.concatenate(d)
+    tv_at = [0.5 * float(np.mean([abs(np.expm1(x[t])) if t < len(x) else 0.0 for x in d])) for t in range(horizon)]
+    whole = np.array([np.clip(x.sum(), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) for x in d])
+    return Divergences(
+        horizon=horizon,
+        tv_max=min(1.0, 0.5 * float(np.abs(np.expm1(every)).max())),
+        kl_max=float((every**2).max()) / 2,
+        kl_sequence=float(np.mean([(np.expm1(x) - x).sum() for x in d])),
+        tv_sequence=min(1.0, 0.5 * float(np.abs(np.expm1(whole)).mean())),
+        tv_mean=tv_at,
+    )
 
 
 def _root(kl: float) -> float:
