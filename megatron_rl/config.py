@@ -34,7 +34,7 @@ class ModelConfig:
     """Parameters and activations of the trainer; router logits and log-probs are fp32 in any case."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: nothing, the MoE layers, or every layer."""
-    logprob_chunk: int = 1024
+    logprob_chunk: int = 256
     """Positions whose [chunk, V / TP] logits exist at once."""
 
     def __post_init__(self) -> None:

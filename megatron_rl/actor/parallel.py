@@ -121,7 +121,7 @@ def create_mesh(parallel: ParallelConfig, seed: int = 0) -> Mesh:
     if cuda:
         torch.cuda.set_device(device)
     if dist.is_initialized():
-        ps.destroy_model_parallel()
+        _forget_groups()
     elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     else:
@@ -157,6 +157,16 @@ def create_mesh(parallel: ParallelConfig, seed: int = 0) -> Mesh:
         replica_ranks=replica_ranks,
         context_group=ps.get_context_parallel_group(),
     )
+
+
+def _forget_groups() -> None:
+    """Ends every group but the default one: Megatron only drops its references, and each gloo group keeps threads that spin."""
+    from megatron.core import parallel_state as ps
+
+    ps.destroy_model_parallel()
+    whole = dist.group.WORLD
+    for group in [g for g in dist.distributed_c10d._world.pg_map if g is not whole]:
+        dist.destroy_process_group(group)
 
 
 def _replica_group(data_rank: int, control: dist.ProcessGroup, world_size: int) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
