@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .actor.balance import balance, model_cost
 from .actor.collect import to_leader
-from .actor.feed import Feed, hand_out
+from .actor.feed import Feed, alignment, hand_out
 from .actor.metrics import Metrics, reduce
 from .methods import dynamic_sampling, gae, group, kl_in_reward, overlong, popo, step_advantage
 from .methods.dynamic_sampling import Group, by_group
@@ -248,14 +249,17 @@ def hand_out_batch(run: Run, batch: Batch | None) -> Feed:
         experts=run.actor.experts,
         max_tokens=run.config.rollout.max_new_tokens,
         multiple=run.actor.micro_batch_multiple,
+        cost=model_cost(run.actor.core, run.facts.vocab_size),
     )
 
 
 def hand_out_mini_batches(run: Run, batch: Batch | None, step: int) -> list[Feed]:
-    """Shuffles each leader's batch into mini-batches and gives every rank its shards."""
+    """Shuffles each leader's batch into mini-batches, evens each out over the leaders, and gives every rank its shards."""
     count = run.config.train.mini_batches
     parts: Sequence[Batch | None] = [None] * count
     if batch is not None:
         order = np.random.default_rng([run.config.train.seed, step]).permutation(len(batch.trajectories))
         parts = [batch.select(part.tolist()) for part in np.array_split(order, count)]
-    return [hand_out_batch(run, part) for part in parts]
+    cost, align = model_cost(run.actor.core, run.facts.vocab_size), alignment(run.actor.place)
+    # Not before the split: every optimizer step waits for its slowest rank, and trains on what it would have without balance.
+    return [hand_out_batch(run, balance(run.mesh, part, cost, align=align)) for part in parts]

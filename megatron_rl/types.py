@@ -76,6 +76,9 @@ class Trajectory:
     None where sampling was not truncated. behaviour_logp is then of the truncated, renormalised distribution."""
     kept_mass: NDArray[np.float32] | None = None
     """[N] engine probability, before truncation, of the tokens in keep_ids; NaN where loss_mask is False."""
+    routes_valid: NDArray[np.bool_] | None = None
+    """[N - 1] False where a row of `routes` comes from other weights than the token sampled from it, so that it must not be replayed;
+    None where every row may be."""
 
     @property
     def response_tokens(self) -> int:
@@ -92,6 +95,8 @@ class Trajectory:
             assert rows is None or (rows.ndim == 2 and len(rows) == n), f"{name} for {n} tokens"
         if self.routes is not None:
             assert self.routes.ndim == 3 and self.routes.shape[0] == n - 1, f"routes {self.routes.shape} for {n} tokens"
+        if self.routes_valid is not None:
+            assert self.routes is not None and self.routes_valid.shape == (n - 1,), f"routes_valid {self.routes_valid.shape} for {n} tokens"
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,8 @@ class PackedBatch:
     sample_S: Tensor
     """int64 index of each sequence in the data-parallel leader's Batch; -1 for a filler."""
     routes_TLK: Tensor | None = None
-    """uint8 or int16: this rank's rows and layers only, once `routing.layout` has cut it; k distinct experts in padding."""
+    """uint8 or int16: this rank's rows and layers only, once `routing.layout` has cut it; k distinct experts in padding. int16 with
+    `routing.layout.LIVE` in every row that may not be replayed."""
     candidate_ids_TK: Tensor | None = None
     """int64 the engine's likeliest tokens for the label's position, -1 where there is none."""
     candidate_logp_TK: Tensor | None = None

@@ -196,7 +196,7 @@ class Actor(MegatronModel):
         """What the methods see. Without old log-probs, the policy is at the start of its step: old is theta, detached.
 
         Args:
-            salt: tells apart the uniform draws of different optimizer steps and data-parallel groups.
+            salt: tells apart the uniform draws of different optimizer steps.
         """
         device = stats.logp_T.device
 
@@ -205,7 +205,8 @@ class Actor(MegatronModel):
 
         segments = build_segments(batch, device, self.mesh.context_group)
         old_T = here(batch.old_logp_T)
-        sample_T = torch.cat([batch.sample_S, batch.sample_S.new_tensor([-1])])[batch.sequence_T]
+        # Leaders number their own samples: interleaved, the numbers of all leaders differ, and are those of one leader with all of them.
+        sample_S = torch.cat([batch.sample_S, batch.sample_S.new_tensor([-1])]) * self.mesh.data_size + self.mesh.data_rank
         return Tokens.of(
             logp_T=stats.logp_T,
             old_logp_T=stats.logp_T.detach() if old_T is None else old_T,
@@ -215,7 +216,7 @@ class Actor(MegatronModel):
             totals=totals,
             behaviour_top_k=_top_k(batch.labels_T, batch.candidate_ids_TK, here(batch.candidate_logp_TK), stats.candidate_logp_TK),
             old_top_k=_top_k(batch.labels_T, batch.old_top_ids_TK, here(batch.old_top_logp_TK), stats.old_top_logp_TK),
-            uniform_T=token_uniforms(sample_T, batch.positions_T, salt).to(device),
+            uniform_T=token_uniforms(sample_S[batch.sequence_T], batch.positions_T, salt).to(device),
             router_shift_T=here(batch.router_shift_T),
             reference_logp_T=here(batch.reference_logp_T),
             inside_T=stats.inside_T,

@@ -18,10 +18,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from .base import MegatronModel
+from .optimizer import parts
 from .parallel import Mesh
 from .randomness import random_states, restore_random_states
 
 STATE = "state.json"
+SHARDING = "fully_reshardable"
+"""Megatron's format in which any layout reads the optimizer state of any other."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,34 @@ def _load_model(folder: Path, model: MegatronModel, state: TrainState) -> None:
         chunk.load_state_dict(loaded[_model_key(model, i)])
     if model.optimizer is not None:
         if state.has_optimizer:
-            model.optimizer.load_state_dict(loaded["optimizer"])
+            model.optimizer.load_state_dict(_fitting(model.optimizer, loaded["optimizer"]))
         else:
             model.optimizer.reload_model_params()
     if same_ranks:
         restore_random_states(loaded["rng"])
+
+
+def _fitting(optimizer: Any, loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """What was loaded, in the shape that this layout's optimizer takes.
+
+    With expert parallelism Megatron keeps an optimizer of its own for experts, and its settings stand in numbered entries. Tensors are
+    named alike either way; settings are the run's own, and of the checkpoint's only the count of steps is needed.
+    """
+    mine = parts(optimizer)
+    saved = [entry["optimizer"]["param_groups"] for entry in (loaded, *_numbered(loaded)) if "optimizer" in entry]
+    if len(saved) == len(mine):
+        return loaded
+    steps = {group["step"] for groups in saved for group in groups}
+    assert len(steps) == 1, f"parameters of one checkpoint took {steps} steps"
+    entries = [loaded] if len(mine) == 1 else _numbered(loaded)
+    for part, entry in zip(mine, entries, strict=True):
+        groups = [{**{k: v for k, v in g.items() if k != "params"}, "step": min(steps)} for g in part.optimizer.param_groups]
+        entry.update(optimizer={"param_groups": groups}, param_state_sharding_type=SHARDING)
+    return entries[0] if len(mine) == 1 else dict(enumerate(entries))
+
+
+def _numbered(loaded: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+    return [loaded[key] for key in sorted(k for k in loaded if isinstance(k, int))]
 
 
 def _model_key(actor: MegatronModel, index: int) -> str:
@@ -142,7 +168,7 @@ def _model_key(actor: MegatronModel, index: int) -> str:
 def _sharded(actor: MegatronModel, *, is_loading: bool, with_optimizer: bool, with_rng: bool = True) -> dict[str, Any]:
     content: dict[str, Any] = {_model_key(actor, i): chunk.sharded_state_dict() for i, chunk in enumerate(actor.chunks)}
     if with_optimizer and actor.optimizer is not None:
-        metadata = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+        metadata = {"distrib_optim_sharding_type": SHARDING, "distrib_optim_fully_reshardable_mem_efficient": False}
         metadata["chained_optim_avoid_prefix"] = True
         content["optimizer"] = actor.optimizer.sharded_state_dict(content, is_loading=is_loading, metadata=metadata)
     if with_rng:

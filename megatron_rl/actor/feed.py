@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..data.packing import count_bins, pack, positions_of
+from ..data.packing import POSITIONS, Cost, count_bins, pack, positions_of
 from ..methods.objective import Denominators
 from ..routing.layout import Place, context_positions, cut
 from ..types import Batch, PackedBatch
@@ -29,7 +29,15 @@ class Feed:
 
 
 def hand_out(
-    mesh: Mesh, places: Sequence[Place], batch: Batch | None, *, budget: int, experts: int, max_tokens: int, multiple: int = 1
+    mesh: Mesh,
+    places: Sequence[Place],
+    batch: Batch | None,
+    *,
+    budget: int,
+    experts: int,
+    max_tokens: int,
+    multiple: int = 1,
+    cost: Cost = POSITIONS,
 ) -> Feed:
     """Collective over all ranks; leaders pass their Batch, the others None.
 
@@ -39,21 +47,23 @@ def hand_out(
         experts: experts a layer (0 for a dense model).
         max_tokens: the constant of seq-mean-token-sum-norm.
         multiple: the number of micro-batches is rounded up to it (`Actor.micro_batch_multiple`).
+        cost: what a sequence costs (`balance.model_cost`); micro-batches are evened out over it.
 
     Raises:
         ValueError: on every rank, when a leader's batch cannot be packed.
     """
     assert (batch is not None) == mesh.is_leader
     align = alignment(places[0])
-    needed, tokens, sequences, problem = 0, 0, 0, None
+    needed, tokens, sequences, problem, like = 0, 0, 0, None, None
     if batch is not None:
+        like = next((t.routes[:0] for t in batch.trajectories if t.routes is not None), None)
         masks = [t.loss_mask[1:] for t in batch.trajectories]
         tokens, sequences = sum(int(m.sum()) for m in masks), sum(bool(m.any()) for m in masks)
         try:
             needed = count_bins([positions_of(t, align) for t in batch.trajectories], budget)
         except ValueError as error:
             problem = str(error)
-    answers = mesh.gather((needed, tokens, sequences, problem))
+    answers = mesh.gather((needed, tokens, sequences, like, problem))
     for *_, message in answers:
         if message:
             raise ValueError(message)
@@ -62,11 +72,13 @@ def hand_out(
         packed = pack(
             batch,
             budget=budget,
+            cost=cost,
             multiple_of=align * places[0].tensor_size,
             align=align,
             micro_batches=-(-max(a[0] for a in answers) // multiple) * multiple,
             uniform=mesh.pipeline_size > 1,
             experts=experts,
+            like=next((a[3] for a in answers if a[3] is not None), None),
         )
         shards = [[shard(p, places[rank]) for p in packed] for rank in mesh.replica_ranks]
     return Feed(

@@ -12,13 +12,17 @@ from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron_rl_patches.megatron_core.norm import RMSNorm
 from torch import Tensor
 
 from ..config import Config, Dtype
 from ..convert.families import Family
 from .attention import PackedAttention
+from .layers import LatentAttention, LatentNorm, ProjectionNorm
 from .parallel import Mesh
 
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -129,8 +133,11 @@ def transformer_config(config: Config, family: Family, hf: Mapping[str, Any], ho
         "expert_model_parallel_size": p.expert,
         "expert_tensor_parallel_size": p.expert_tensor_size,
     }
-    return TransformerConfig(
-        **family.transformer_config(hf),
+    of_model = family.transformer_config(hf)
+    latent = of_model.get("multi_latent_attention", False)
+    kind = MLATransformerConfig if latent else TransformerConfig
+    return kind(
+        **of_model,
         **moe,
         **RECOMPUTE[config.model.recompute],
         tensor_model_parallel_size=p.tensor,
@@ -155,29 +162,37 @@ def transformer_config(config: Config, family: Family, hf: Mapping[str, Any], ho
         bias_activation_fusion=how.fused,
         bias_dropout_fusion=how.fused,
         masked_softmax_fusion=how.fused,
-        apply_rope_fusion=how.fused,
+        apply_rope_fusion=how.fused and not latent,
         gradient_accumulation_fusion=False,
         persist_layer_norm=how.layers == "transformer_engine",
         attention_softmax_in_fp32=True,
     )
 
 
-def layer_specs(config: TransformerConfig, how: Implementation, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The block's layers: Transformer Engine's as they are, or Megatron's local ones with norms that know sequence parallelism and
-    attention that knows packing."""
-    if how.layers == "transformer_engine":
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    from megatron_rl_patches.megatron_core.norm import RMSNorm
-
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage)
-    for spec in block.layer_specs:
-        layer = spec.submodules
+def layer_specs(config: TransformerConfig, family: Family, how: Implementation, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The block's layers: Transformer Engine's, or Megatron's local ones with norms that know sequence parallelism and attention that
+    knows packing; in both, what the family needs and neither has."""
+    engine = how.layers == "transformer_engine"
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=engine, normalization=None if engine else config.normalization, vp_stage=vp_stage
+    )
+    for layer in {id(spec): spec.submodules for spec in block.layer_specs}.values():
         attention = layer.self_attention.submodules
+        if config.multi_latent_attention:
+            attention.q_layernorm = attention.kv_layernorm = LatentNorm
+        if family.head_norm == "projection":
+            attention.q_layernorm = ModuleSpec(ProjectionNorm, params={"heads": "num_attention_heads"})
+            attention.k_layernorm = ModuleSpec(ProjectionNorm, params={"heads": "num_query_groups"})
+        if engine:
+            continue
         attention.core_attention = PackedAttention
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            layer.self_attention.module = LatentAttention
+        if family.head_norm == "head":
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    block.layer_norm = RMSNorm
+    if not engine:
+        block.layer_norm = RMSNorm
     return block
 
 
@@ -191,7 +206,7 @@ def build_chunks(
     for vp_stage in range(virtual) if virtual else [None]:
         chunk = kind(
             config=core,
-            transformer_layer_spec=layer_specs(core, how, vp_stage),
+            transformer_layer_spec=layer_specs(core, family, how, vp_stage),
             pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             parallel_output=True,
@@ -199,4 +214,6 @@ def build_chunks(
             **family.gpt_model(hf, tensor_parallel=config.parallel.tensor),
         )
         chunks.append(chunk.to(device=mesh.device, dtype=core.params_dtype))
+    for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
+        router._maintain_float32_expert_bias()
     return core, chunks

@@ -55,6 +55,11 @@ def build_optimizer(config: OptimizerConfig, core: TransformerConfig, wrapped: l
     return optimizer
 
 
+def parts(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers inside one: with expert parallelism, dense weights' and experts'."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def learning_rate(config: OptimizerConfig, step: int, total: int) -> float:
     """The rate of optimizer step `step` (from 0) of `total`: linear warm-up, then constant, linear or cosine decay to min_lr."""
     if step < config.warmup_steps:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .base import MegatronModel
+from .optimizer import parts
 from .randomness import random_states, restore_random_states
 
 
@@ -29,7 +30,7 @@ def take(model: MegatronModel) -> Snapshot:
     assert model.optimizer is not None
     return Snapshot(
         tensors=[_to_host(t) for t in _tensors(model)],
-        optimizers=[_optimizer_state(part) for part in _parts(model.optimizer)],
+        optimizers=[_optimizer_state(part) for part in parts(model.optimizer)],
         random=random_states(),
     )
 
@@ -39,7 +40,7 @@ def restore(model: MegatronModel, snapshot: Snapshot) -> None:
     """Puts everything back, in place: views that Megatron holds of its buffers stay valid. No communication."""
     for tensor, before in zip(_tensors(model), snapshot.tensors, strict=True):
         tensor.copy_(before)
-    for part, state in zip(_parts(model.optimizer), snapshot.optimizers, strict=True):
+    for part, state in zip(parts(model.optimizer), snapshot.optimizers, strict=True):
         _restore_optimizer(part, state)
     restore_random_states(snapshot.random)
 
@@ -49,16 +50,11 @@ def _to_host(x: Tensor) -> Tensor:
     return host.copy_(x.detach())
 
 
-def _parts(optimizer: Any) -> list[Any]:
-    """Megatron's optimizers: one for dense weights, one for experts."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
 def _tensors(model: MegatronModel) -> Iterator[Tensor]:
     for chunk in model.chunks:
         yield from chunk.parameters()
         yield from chunk.buffers()
-    for part in _parts(model.optimizer):
+    for part in parts(model.optimizer):
         for group in part.optimizer.param_groups:
             yield from group["params"]
 

@@ -63,7 +63,7 @@ def export_hf(
     Args:
         models: this rank's GPTModel chunks, in Megatron's wrappers or not.
         hf: the checkpoint's config.json.
-        dtype: of the tensors; None takes the trainer's params_dtype.
+        dtype: of the tensors, except those whose row in the family's table has one; None takes the trainer's params_dtype.
         bucket_bytes: size of one exchange and of the extra memory of rank 0; one tensor alone may exceed it.
 
     Yields:
@@ -101,12 +101,12 @@ def _all_seats(models: Sequence[nn.Module]) -> list[Seat]:
 
 
 def _buckets(slots: Iterator[Slot], shape: ModelShape, limit: int) -> Iterator[list[Slot]]:
-    """Runs of slots of at most `limit` elements together, or one slot alone."""
+    """Runs of slots of one dtype and at most `limit` elements together, or one slot alone."""
     bucket: list[Slot] = []
     filled = 0
     for slot in slots:
         size = _elements(slot.mapping.layout.full_shape(slot.hf_shapes(shape), shape))
-        if bucket and filled + size > limit:
+        if bucket and (filled + size > limit or slot.mapping.dtype != bucket[0].mapping.dtype):
             yield bucket
             bucket, filled = [], 0
         bucket.append(slot)
@@ -121,7 +121,7 @@ def _elements(size: Shape) -> int:
 class _Exchange:
     """Brings the shards of a bucket to global rank 0, one message a sender."""
 
-    def __init__(self, seats: Sequence[Seat], parameters: Mapping[Key, nn.Parameter], shape: ModelShape, dtype: torch.dtype) -> None:
+    def __init__(self, seats: Sequence[Seat], parameters: Mapping[Key, Tensor], shape: ModelShape, dtype: torch.dtype) -> None:
         self._seats = seats
         self._parameters = parameters
         self._shape = shape
@@ -143,15 +143,15 @@ class _Exchange:
 
     def gather(self, bucket: Sequence[Slot]) -> list[list[Tensor]] | None:
         """The shards of each slot, in order, on rank 0; None elsewhere."""
-        messages = self._messages(bucket)
+        messages, dtype = self._messages(bucket), bucket[0].mapping.dtype or self.dtype
         mine = messages.get(self._rank, [])
-        flat = torch.cat([self._parameters[slot.key].detach().reshape(-1).to(self.dtype) for slot in mine]) if mine else None
+        flat = torch.cat([self._parameters[slot.key].detach().reshape(-1).to(dtype) for slot in mine]) if mine else None
         try:
             if self._rank != 0:
                 if flat is not None:
                     _complete([dist.P2POp(dist.isend, flat, 0)])
                 return None
-            received = self._receive(messages)
+            received = self._receive(messages, dtype)
         except RuntimeError as error:
             raise RuntimeError(f"gathering {bucket[0]} .. {bucket[-1]} on rank 0 failed on rank {self._rank}: {error}") from error
         if flat is not None:
@@ -166,9 +166,9 @@ class _Exchange:
                 messages.setdefault(owner, []).append(slot)
         return messages
 
-    def _receive(self, messages: Mapping[int, Sequence[Slot]]) -> dict[int, Tensor]:
+    def _receive(self, messages: Mapping[int, Sequence[Slot]], dtype: torch.dtype) -> dict[int, Tensor]:
         received = {
-            sender: torch.empty(sum(self._shard_sizes(slots)), dtype=self.dtype, device=self._device)
+            sender: torch.empty(sum(self._shard_sizes(slots)), dtype=dtype, device=self._device)
             for sender, slots in messages.items()
             if sender != 0
         }

@@ -1,8 +1,4 @@
-"""The model families that can be converted, as tables: config fields, tensor names, shapes and layouts.
-
-Names hold {layer} and {expert}, both counted from 0 over the whole model; `bridge` turns the local numbers of a live Megatron
-model into these. A new family is a new entry of `FAMILIES`.
-"""
+"""The model families that can be converted. A new family is a new entry of `FAMILIES`, made of rows (`rows`) and traits (`arguments`)."""
 
 from __future__ import annotations
 
@@ -11,88 +7,30 @@ from typing import Any
 
 from torch.nn import functional
 
-from .family import Family, FusedExperts, HfTensor, TensorMapping
-from .layouts import GATE_UP, QKV, REPLICATED, ROW, VOCAB
-
-_LAYER = "decoder.layers.{layer}."
-_HF_LAYER = "model.layers.{layer}."
-_EXPERT = _LAYER + "mlp.experts.local_experts.{expert}."
-_HF_EXPERT = _HF_LAYER + "mlp.experts.{expert}."
-
-
-def _norm(mcore: tuple[str, ...], hf: str, part: Any, size: str = "hidden") -> TensorMapping:
-    return TensorMapping(tuple(_LAYER + name for name in mcore), (HfTensor(_HF_LAYER + hf, (size,)),), REPLICATED, part)
-
-
-_ENDS = (
-    TensorMapping(("embedding.word_embeddings.weight",), (HfTensor("model.embed_tokens.weight", ("vocab", "hidden")),), VOCAB, "embedding"),
-    TensorMapping(("decoder.final_layernorm.weight",), (HfTensor("model.norm.weight", ("hidden",)),), REPLICATED, "final"),
-    TensorMapping(("output_layer.weight",), (HfTensor("lm_head.weight", ("vocab", "hidden")),), VOCAB, "head"),
+from .arguments import (
+    deepseek_layers,
+    every_layer,
+    gated_shared_expert,
+    greedy_groups_router,
+    latent_attention,
+    qwen_layers,
+    shared_expert,
+    sigmoid_router,
+    softmax_router,
 )
-
-_ATTENTION = (
-    _norm(("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"), "input_layernorm.weight", "layer"),
-    TensorMapping(
-        (_LAYER + "self_attention.linear_qkv.weight",),
-        (
-            HfTensor(_HF_LAYER + "self_attn.q_proj.weight", ("query", "hidden")),
-            HfTensor(_HF_LAYER + "self_attn.k_proj.weight", ("key", "hidden")),
-            HfTensor(_HF_LAYER + "self_attn.v_proj.weight", ("key", "hidden")),
-        ),
-        QKV,
-        "layer",
-    ),
-    _norm(("self_attention.q_layernorm.weight",), "self_attn.q_norm.weight", "layer", "head_dim"),
-    _norm(("self_attention.k_layernorm.weight",), "self_attn.k_norm.weight", "layer", "head_dim"),
-    TensorMapping(
-        (_LAYER + "self_attention.linear_proj.weight",),
-        (HfTensor(_HF_LAYER + "self_attn.o_proj.weight", ("hidden", "query")),),
-        ROW,
-        "layer",
-    ),
-)
-
-_DENSE_MLP = (
-    _norm(("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"), "post_attention_layernorm.weight", "dense-layer"),
-    TensorMapping(
-        (_LAYER + "mlp.linear_fc1.weight",),
-        (
-            HfTensor(_HF_LAYER + "mlp.gate_proj.weight", ("ffn", "hidden")),
-            HfTensor(_HF_LAYER + "mlp.up_proj.weight", ("ffn", "hidden")),
-        ),
-        GATE_UP,
-        "dense-layer",
-    ),
-    TensorMapping(
-        (_LAYER + "mlp.linear_fc2.weight",), (HfTensor(_HF_LAYER + "mlp.down_proj.weight", ("hidden", "ffn")),), ROW, "dense-layer"
-    ),
-)
-
-_MOE_MLP = (
-    _norm(("pre_mlp_layernorm.weight",), "post_attention_layernorm.weight", "moe-layer"),
-    TensorMapping(
-        (_LAYER + "mlp.router.weight",), (HfTensor(_HF_LAYER + "mlp.gate.weight", ("experts", "hidden")),), REPLICATED, "moe-layer"
-    ),
-    TensorMapping(
-        (_EXPERT + "linear_fc1.weight", _LAYER + "mlp.experts.linear_fc1.weight{expert}"),
-        (
-            HfTensor(_HF_EXPERT + "gate_proj.weight", ("moe_ffn", "hidden")),
-            HfTensor(_HF_EXPERT + "up_proj.weight", ("moe_ffn", "hidden")),
-        ),
-        GATE_UP,
-        "expert",
-    ),
-    TensorMapping(
-        (_EXPERT + "linear_fc2.weight", _LAYER + "mlp.experts.linear_fc2.weight{expert}"),
-        (HfTensor(_HF_EXPERT + "down_proj.weight", ("hidden", "moe_ffn")),),
-        ROW,
-        "expert",
-    ),
-)
-
-_FUSED_GATE_UP_DOWN = (
-    FusedExperts(_HF_LAYER + "mlp.experts.gate_up_proj", (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight")),
-    FusedExperts(_HF_LAYER + "mlp.experts.down_proj", (_HF_EXPERT + "down_proj.weight",)),
+from .family import Family
+from .rows import (
+    ATTENTION,
+    DENSE_MLP,
+    ENDS,
+    EXPERT_BIAS,
+    FUSED_GATE_UP_DOWN,
+    HEAD_NORMS,
+    LATENT_ATTENTION,
+    PROJECTION_NORMS,
+    SHARED_GATE,
+    moe_mlp,
+    shared_mlp,
 )
 
 _REQUIRED = frozenset(
@@ -102,59 +40,178 @@ _REQUIRED = frozenset(
         "intermediate_size",
         "num_hidden_layers",
         "num_attention_heads",
-        "num_key_value_heads",
         "max_position_embeddings",
         "rms_norm_eps",
     }
 )
+_GROUPED = _REQUIRED | {"num_key_value_heads"}
+_ROUTED = frozenset({"num_experts", "num_experts_per_tok"})
+_OPTIONAL: dict[str, Any] = {"head_dim": None, "tie_word_embeddings": False}
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
-    "attention_dropout": (0, 0.0),
-    "use_sliding_window": (False, None),
-    "quantization_config": (None,),
+    "attention_dropout": (0, 0.0, None),
 }
-_QWEN3: dict[str, Any] = {
+_UNSLIDING: dict[str, tuple[Any, ...]] = {**_FIXED, "use_sliding_window": (False, None)}
+_TRANSFORMER: dict[str, Any] = {
     "normalization": "RMSNorm",
-    "qk_layernorm": True,
     "gated_linear_unit": True,
     "activation_func": functional.silu,
     "add_bias_linear": False,
-    "add_qkv_bias": False,
 }
+_QWEN_MOE: dict[str, Any] = {
+    **_OPTIONAL,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "sliding_window": None,
+}
+_DEEPSEEK = frozenset({"kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "moe_intermediate_size"})
+_DEEPSEEK_OPTIONAL: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "num_key_value_heads": None,
+    "q_lora_rank": None,
+    "n_shared_experts": None,
+    "n_group": None,
+    "topk_group": None,
+    "first_k_dense_replace": 0,
+    "moe_layer_freq": 1,
+    "routed_scaling_factor": 1.0,
+}
+_DEEPSEEK_FIXED: dict[str, tuple[Any, ...]] = {
+    **_FIXED,
+    "pretraining_tp": (1, None),
+    "mlp_bias": (False,),
+    "rope_interleave": (True,),
+    "num_nextn_predict_layers": (0, None),
+}
+_DEEPSEEK_ALIASES = {"n_routed_experts": "num_experts", "num_local_experts": "num_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 
-FAMILIES: tuple[Family, ...] = (
-    Family(
-        name="Qwen3-MoE",
-        architectures=("Qwen3MoeForCausalLM",),
-        moe=True,
-        required=_REQUIRED | {"num_experts", "num_experts_per_tok", "moe_intermediate_size"},
-        optional={
-            "head_dim": None,
-            "tie_word_embeddings": False,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": None,
-            "sliding_window": None,
-        },
-        fixed=_FIXED,
-        aliases={"num_local_experts": "num_experts"},
-        tensors=_ENDS + _ATTENTION + _DENSE_MLP + _MOE_MLP,
-        fused_experts=_FUSED_GATE_UP_DOWN,
-        transformer=_QWEN3,
-    ),
-    Family(
-        name="Qwen3",
-        architectures=("Qwen3ForCausalLM",),
-        moe=False,
-        required=_REQUIRED | {"head_dim"},
-        optional={"tie_word_embeddings": False, "sliding_window": None},
-        fixed=_FIXED,
-        aliases={},
-        tensors=_ENDS + _ATTENTION + _DENSE_MLP,
-        transformer=_QWEN3,
-    ),
+QWEN3_MOE = Family(
+    name="Qwen3-MoE",
+    architectures=("Qwen3MoeForCausalLM",),
+    required=_GROUPED | _ROUTED | {"moe_intermediate_size"},
+    optional=_QWEN_MOE,
+    fixed=_UNSLIDING,
+    aliases={"num_local_experts": "num_experts"},
+    tensors=ENDS + ATTENTION + HEAD_NORMS + DENSE_MLP + moe_mlp(),
+    fused_experts=FUSED_GATE_UP_DOWN,
+    transformer=_TRANSFORMER,
+    arguments=(softmax_router,),
+    routed=qwen_layers,
+    head_norm="head",
 )
+QWEN3 = Family(
+    name="Qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    required=_GROUPED | {"head_dim"},
+    optional={**_OPTIONAL, "sliding_window": None},
+    fixed=_UNSLIDING,
+    tensors=ENDS + ATTENTION + HEAD_NORMS + DENSE_MLP,
+    transformer=_TRANSFORMER,
+    head_norm="head",
+)
+QWEN2_MOE = Family(
+    name="Qwen2-MoE",
+    architectures=("Qwen2MoeForCausalLM",),
+    required=_GROUPED | _ROUTED | {"moe_intermediate_size", "shared_expert_intermediate_size"},
+    optional={**_QWEN_MOE, "qkv_bias": True},
+    fixed=_UNSLIDING,
+    aliases={"num_local_experts": "num_experts"},
+    tensors=ENDS + ATTENTION + DENSE_MLP + moe_mlp() + shared_mlp("shared_expert") + SHARED_GATE,
+    fused_experts=FUSED_GATE_UP_DOWN,
+    transformer=_TRANSFORMER,
+    arguments=(softmax_router, gated_shared_expert),
+    routed=qwen_layers,
+)
+QWEN2 = Family(
+    name="Qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    required=_GROUPED,
+    optional={**_OPTIONAL, "sliding_window": None, "qkv_bias": True},
+    fixed={**_UNSLIDING, "qkv_bias": (True,)},
+    tensors=ENDS + ATTENTION + DENSE_MLP,
+    transformer=_TRANSFORMER,
+)
+LLAMA = Family(
+    name="Llama",
+    architectures=("LlamaForCausalLM",),
+    required=_REQUIRED,
+    optional={**_OPTIONAL, "num_key_value_heads": None},
+    fixed={**_FIXED, "mlp_bias": (False,), "pretraining_tp": (1, None)},
+    tensors=ENDS + ATTENTION + DENSE_MLP,
+    transformer=_TRANSFORMER,
+    rope=("default", "linear", "llama3"),
+)
+MIXTRAL = Family(
+    name="Mixtral",
+    architectures=("MixtralForCausalLM",),
+    required=_GROUPED | _ROUTED,
+    optional={**_OPTIONAL, "norm_topk_prob": True},
+    fixed={**_FIXED, "norm_topk_prob": (True,), "sliding_window": (None,), "router_jitter_noise": (0, 0.0)},
+    aliases={"num_local_experts": "num_experts"},
+    tensors=ENDS + ATTENTION + moe_mlp("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    transformer=_TRANSFORMER,
+    arguments=(softmax_router,),
+    routed=every_layer,
+    expert_width="intermediate_size",
+)
+OLMOE = Family(
+    name="OLMoE",
+    architectures=("OlmoeForCausalLM",),
+    required=_REQUIRED | _ROUTED,
+    optional={**_OPTIONAL, "num_key_value_heads": None, "norm_topk_prob": False},
+    fixed={**_FIXED, "clip_qkv": (None,)},
+    aliases={"num_local_experts": "num_experts"},
+    tensors=ENDS + ATTENTION + PROJECTION_NORMS + moe_mlp(),
+    fused_experts=FUSED_GATE_UP_DOWN,
+    transformer=_TRANSFORMER,
+    arguments=(softmax_router,),
+    routed=every_layer,
+    expert_width="intermediate_size",
+    head_norm="projection",
+)
+DEEPSEEK_V2 = Family(
+    name="DeepSeek-V2",
+    architectures=("DeepseekV2ForCausalLM",),
+    required=_REQUIRED | _ROUTED | _DEEPSEEK,
+    optional={**_DEEPSEEK_OPTIONAL, "topk_method": "greedy", "norm_topk_prob": False},
+    # Their own code and transformers' differ in what they make of normalised gates.
+    fixed={
+        **_DEEPSEEK_FIXED,
+        "norm_topk_prob": (False, None),
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+    },
+    aliases=_DEEPSEEK_ALIASES,
+    ignored=frozenset({"head_dim", "qk_head_dim"}),
+    tensors=ENDS + LATENT_ATTENTION + DENSE_MLP + moe_mlp() + shared_mlp("shared_experts"),
+    fused_experts=FUSED_GATE_UP_DOWN,
+    transformer=_TRANSFORMER,
+    arguments=(greedy_groups_router, shared_expert, latent_attention),
+    routed=deepseek_layers,
+    rope=("default", "yarn"),
+    extra_layers=True,
+)
+DEEPSEEK_V3 = Family(
+    name="DeepSeek-V3",
+    architectures=("DeepseekV3ForCausalLM",),
+    required=_REQUIRED | _ROUTED | _DEEPSEEK,
+    optional={**_DEEPSEEK_OPTIONAL, "norm_topk_prob": True},
+    fixed={**_DEEPSEEK_FIXED, "norm_topk_prob": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    aliases=_DEEPSEEK_ALIASES,
+    ignored=frozenset({"head_dim", "qk_head_dim"}),
+    tensors=ENDS + LATENT_ATTENTION + DENSE_MLP + moe_mlp() + EXPERT_BIAS + shared_mlp("shared_experts"),
+    fused_experts=FUSED_GATE_UP_DOWN,
+    transformer=_TRANSFORMER,
+    arguments=(sigmoid_router, shared_expert, latent_attention),
+    routed=deepseek_layers,
+    rope=("default", "yarn"),
+    extra_layers=True,
+)
+"""Moonlight's too, which has the same architecture under the same name."""
+
+FAMILIES: tuple[Family, ...] = (QWEN3_MOE, QWEN3, QWEN2_MOE, QWEN2, LLAMA, MIXTRAL, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3)
 
 
 def family_for(hf: Mapping[str, Any]) -> Family:

@@ -6,11 +6,15 @@ field is refused by name, since it may change what the model computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from .layouts import Layout, ModelShape, Shape
+from .quantised import check_quantisation
+from .rope import Kind, read_rope
 
 VOCAB_DIVISOR = 128
 """Megatron's default for make_vocab_size_divisible_by: keeps the output projection's tiles whole on GPU."""
@@ -33,6 +37,10 @@ class TensorMapping:
     hf: tuple[HfTensor, ...]
     layout: Layout
     part: Literal["embedding", "layer", "dense-layer", "moe-layer", "expert", "final", "head"]
+    only: str | None = None
+    """A symbol of `ModelShape`: models in which it is zero or false do not have the tensor."""
+    dtype: torch.dtype | None = None
+    """Of the tensor wherever it is kept; None where it follows the model's."""
 
     @property
     def key(self) -> str:
@@ -81,18 +89,36 @@ class Family:
 
     name: str
     architectures: tuple[str, ...]
-    moe: bool
     required: frozenset[str]
     optional: Mapping[str, Any]
     """Fields that are read, with the value transformers takes where they are absent; None where it is derived."""
     fixed: Mapping[str, tuple[Any, ...]]
     """Fields that may be absent or have one of these values."""
-    aliases: Mapping[str, str]
-    """Other names of required fields."""
     tensors: tuple[TensorMapping, ...]
-    fused_experts: tuple[FusedExperts, ...] = ()
-    transformer: Mapping[str, Any] = field(default_factory=dict)
+    transformer: Mapping[str, Any]
     """Arguments of TransformerConfig that all models of the family share."""
+    arguments: tuple[Callable[[Mapping[str, Any], ModelShape], dict[str, Any]], ...] = ()
+    """Arguments of TransformerConfig that follow from the fields; later ones take precedence."""
+    routed: Callable[[Mapping[str, Any], int], bool] | None = None
+    """(fields, layer) -> whether the layer has experts; None for a dense model."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of fields."""
+    ignored: frozenset[str] = frozenset()
+    """Fields that transformers derives from others, whatever the file says."""
+    fused_experts: tuple[FusedExperts, ...] = ()
+    rope: tuple[Kind, ...] = ("default",)
+    """Kinds of rotary scaling that Megatron computes for it."""
+    expert_width: str = "moe_intermediate_size"
+    """The field with the width of one expert."""
+    extra_layers: bool = False
+    """Whether a checkpoint may hold layers beyond the model's (multi-token prediction), which are left out."""
+    head_norm: Literal["none", "head", "projection"] = "none"
+    """What queries and keys are normalised over, if at all: each head, or all heads together."""
+
+    @property
+    def moe(self) -> bool:
+        """Whether its models route."""
+        return self.routed is not None
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of config.json under their canonical names, checked.
@@ -101,40 +127,55 @@ class Family:
             ValueError: a field is missing, unknown, or asks for something this family cannot compute.
         """
         config = {self.aliases.get(name, name): value for name, value in hf.items()}
-        for name in sorted(config.keys() - self.required - self.optional.keys() - self.fixed.keys() - HARMLESS):
+        known = self.required | self.optional.keys() | self.fixed.keys() | self.ignored | HARMLESS
+        for name in sorted(config.keys() - known):
             raise ValueError(f"config.json: {name} = {config[name]!r} is unknown for {self.name} and may change what it computes")
         for name in sorted(self.required):
             if config.get(name) is None:
                 raise ValueError(f"config.json: {name} is missing; {self.name} needs it")
         for name, allowed in self.fixed.items():
             if name in config and config[name] not in allowed:
-                raise ValueError(f"config.json: {name} = {config[name]!r} is not supported for {self.name}; only {_any_of(allowed)}")
+                only = f"only {_any_of(allowed)}{REMEDIES.get(name, '')}"
+                raise ValueError(f"config.json: {name} = {config[name]!r} is not supported for {self.name}; {only}")
         for kind in config.get("layer_types") or ():
             if kind != "full_attention":
                 raise ValueError(f"config.json: layer_types holds {kind!r}; only 'full_attention' is supported for {self.name}")
-        return {**self.optional, **config, "rope_theta": _rope_theta(config, self.name)}
+        check_quantisation(config)
+        read_rope(config, self.name, self.rope)
+        return {**self.optional, **config}
 
     def shape(self, hf: Mapping[str, Any], *, padded_vocab: int | None = None) -> ModelShape:
         """Sizes of the model; without `padded_vocab`, the vocabulary is not padded."""
         config = self.read(hf)
-        layers = config["num_hidden_layers"]
+        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+        latent = config.get("kv_lora_rank") or 0
+        rotary = config["qk_rope_head_dim"] if latent else 0
         return ModelShape(
             layers=layers,
             vocab=config["vocab_size"],
             padded_vocab=padded_vocab or config["vocab_size"],
             hidden=config["hidden_size"],
-            heads=config["num_attention_heads"],
-            groups=config["num_key_value_heads"],
-            head_dim=config["head_dim"] or config["hidden_size"] // config["num_attention_heads"],
+            heads=heads,
+            groups=config.get("num_key_value_heads") or heads,
+            head_dim=config["qk_nope_head_dim"] + rotary if latent else config["head_dim"] or config["hidden_size"] // heads,
             ffn=config["intermediate_size"],
-            moe_ffn=config["moe_intermediate_size"] if self.moe else 0,
+            moe_ffn=config[self.expert_width] if self.moe else 0,
             experts=config["num_experts"] if self.moe else 0,
-            moe_layers=tuple(self.moe and _routes(config, layer) for layer in range(layers)),
+            moe_layers=tuple(self.routed is not None and self.routed(config, layer) for layer in range(layers)),
             tied=config["tie_word_embeddings"],
+            qkv_bias=bool(config.get("qkv_bias")),
+            shared_ffn=_shared_width(config),
+            query_rank=config.get("q_lora_rank") or 0,
+            key_rank=latent,
+            rotary=rotary,
+            value_dim=config["v_head_dim"] if latent else 0,
         )
 
     def transformer_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of megatron.core's TransformerConfig that the model decides; layout, dtype and training stay the caller's."""
+        """The arguments of megatron.core's TransformerConfig that the model decides; layout, dtype and training stay the caller's.
+
+        With multi_latent_attention they are MLATransformerConfig's.
+        """
         config, shape = self.read(hf), self.shape(hf)
         arguments = {
             "num_layers": shape.layers,
@@ -144,25 +185,19 @@ class Family:
             "kv_channels": shape.head_dim,
             "ffn_hidden_size": shape.ffn,
             "layernorm_epsilon": config["rms_norm_eps"],
+            "add_qkv_bias": shape.qkv_bias,
+            "qk_layernorm": self.head_norm == "head",
             **self.transformer,
         }
-        return arguments | self._moe_config(config, shape) if self.moe else arguments
-
-    def _moe_config(self, config: Mapping[str, Any], shape: ModelShape) -> dict[str, Any]:
-        top_k, normalised = config["num_experts_per_tok"], config["norm_topk_prob"]
-        if normalised and top_k == 1:
-            raise ValueError(
-                "config.json: norm_topk_prob = True with num_experts_per_tok = 1 makes every gate 1; Megatron's router cannot express that"
-            )
-        return {
-            "num_moe_experts": shape.experts,
-            "moe_ffn_hidden_size": shape.moe_ffn,
-            "moe_router_topk": top_k,
-            "moe_router_score_function": "softmax",
-            # A softmax over the chosen logits is the softmax over all of them, normalised over the chosen.
-            "moe_router_pre_softmax": not normalised,
-            "moe_layer_freq": [int(routes) for routes in shape.moe_layers],
-        }
+        if self.moe:
+            arguments |= {
+                "num_moe_experts": shape.experts,
+                "moe_ffn_hidden_size": shape.moe_ffn,
+                "moe_layer_freq": [int(routes) for routes in shape.moe_layers],
+            }
+        for derive in self.arguments:
+            arguments |= derive(config, shape)
+        return arguments
 
     def gpt_model(self, hf: Mapping[str, Any], *, tensor_parallel: int = 1, divisor: int = VOCAB_DIVISOR) -> dict[str, Any]:
         """The arguments of megatron.core's GPTModel that the model decides.
@@ -173,14 +208,14 @@ class Family:
         return {
             "vocab_size": padded_vocab_size(config["vocab_size"], divisor * tensor_parallel),
             "max_sequence_length": config["max_position_embeddings"],
-            "position_embedding_type": "rope",
-            "rotary_base": config["rope_theta"],
             "share_embeddings_and_output_weights": config["tie_word_embeddings"],
+            **read_rope(config, self.name, self.rope).gpt_model(),
         }
 
     def slots(self, shape: ModelShape) -> Iterator[Slot]:
         """Every tensor of the whole model once, in order of depth: the order of every export."""
-        rows = {part: [m for m in self.tensors if m.part == part] for part in _PARTS}
+        present = [m for m in self.tensors if m.only is None or getattr(shape, m.only)]
+        rows = {part: [m for m in present if m.part == part] for part in _PARTS}
         yield from (Slot(m) for m in rows["embedding"])
         for layer, routes in enumerate(shape.moe_layers):
             for part in ("layer", "moe-layer" if routes else "dense-layer"):
@@ -204,31 +239,21 @@ def _any_of(values: tuple[Any, ...]) -> str:
     return " or ".join(repr(value) for value in values)
 
 
-def _rope_theta(config: Mapping[str, Any], family: str) -> float:
-    """The rotary base. transformers 5 writes rope_parameters, transformers 4 rope_theta and rope_scaling."""
-    parameters = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = parameters.pop("rope_theta")
-    kind = parameters.pop("rope_type", parameters.pop("type", "default"))
-    if kind != "default":
-        raise ValueError(f"config.json: rope scaling of type {kind!r} is not supported for {family}; only 'default' (none)")
-    if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"config.json: partial_rotary_factor is not supported for {family}; only 1.0")
-    if parameters:
-        raise ValueError(f"config.json: rope parameters {sorted(parameters)} are unknown for {family}")
-    if theta is None:
-        raise ValueError("config.json: rope_theta is missing, both by itself and in rope_parameters")
-    return theta
+def _shared_width(config: Mapping[str, Any]) -> int:
+    """Qwen2-MoE gives it; DeepSeek gives a number of experts of the common width."""
+    return config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * config.get("moe_intermediate_size", 0)
 
 
-def _routes(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer has experts, by the rule of transformers' Qwen3MoeDecoderLayer."""
-    return layer not in (config["mlp_only_layers"] or ()) and (layer + 1) % config["decoder_sparse_step"] == 0
-
-
+REMEDIES = {
+    "num_nextn_predict_layers": "; set it to 0 to leave the layers of multi-token prediction out",
+    "attention_bias": " (Megatron cannot give the output projection a bias without giving the feed-forward layers one)",
+}
+"""What follows an error about a field."""
 HARMLESS = frozenset(
     {
         "architectures",
         "model_type",
+        "auto_map",
         "dtype",
         "torch_dtype",
         "transformers_version",
@@ -239,12 +264,16 @@ HARMLESS = frozenset(
         "pad_token_id",
         "output_router_logits",
         "router_aux_loss_coef",
+        "aux_loss_alpha",
+        "seq_aux",
+        "ep_size",
         "max_window_layers",
         "_name_or_path",
         "layer_types",
         "rope_theta",
         "rope_scaling",
         "rope_parameters",
+        "quantization_config",
     }
 )
 """Fields that change no logit, or that `Family.read` judges by itself."""

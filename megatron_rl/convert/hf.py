@@ -200,11 +200,16 @@ def _shard_file(number: int, count: int) -> str:
 
 
 def _with_dtype(config: Mapping[str, Any], dtypes: set[torch.dtype]) -> dict[str, Any]:
-    """config.json that says what the weights are, under the name its writer used (transformers 5: dtype, 4: torch_dtype)."""
-    if len(dtypes) != 1:
-        return dict(config)
+    """config.json that says what the weights are, under the name its writer used (transformers 5: dtype, 4: torch_dtype).
+
+    Weights are written plain, whatever the template's were; where some are in fp32 among others, the others' dtype is the model's.
+    """
+    plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    named = dtypes - {torch.float32} or dtypes
+    if len(named) != 1:
+        return plain
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    return {**config, key: str(next(iter(dtypes))).removeprefix("torch.")}
+    return {**plain, key: str(next(iter(named))).removeprefix("torch.")}
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -42,6 +42,19 @@ class ModelShape:
     """Which layers route, by depth."""
     tied: bool
     """Whether the output layer is the embedding."""
+    qkv_bias: bool = False
+    shared_ffn: int = 0
+    """F of all shared experts of a layer together; 0 without."""
+    query_rank: int = 0
+    """Latent attention: width of the compressed queries; 0 where queries come straight from the hidden state."""
+    key_rank: int = 0
+    """Latent attention: width of the compressed keys and values, without their rotary part."""
+    rotary: int = 0
+    """Latent attention: the rotary part of a head's `head_dim`."""
+    value_dim: int = 0
+    """Latent attention: width of a head's value."""
+
+    one = 1
 
     @property
     def query(self) -> int:
@@ -52,6 +65,26 @@ class ModelShape:
     def key(self) -> int:
         """Rows of k_proj and of v_proj."""
         return self.groups * self.head_dim
+
+    @property
+    def direct_query(self) -> bool:
+        """Whether latent attention leaves its queries uncompressed."""
+        return self.query_rank == 0
+
+    @property
+    def latent_down(self) -> int:
+        """Rows of kv_a_proj_with_mqa: compressed keys and values, and the rotary key that all heads share."""
+        return self.key_rank + self.rotary
+
+    @property
+    def latent_up(self) -> int:
+        """Rows of kv_b_proj: each head's key without its rotary part, then its value."""
+        return self.heads * (self.head_dim - self.rotary + self.value_dim)
+
+    @property
+    def value(self) -> int:
+        """Columns of o_proj under latent attention."""
+        return self.heads * self.value_dim
 
     def resolve(self, symbols: Sequence[str]) -> Shape:
         """Symbols such as ("query", "hidden") as numbers."""

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from torch import nn
-from torch.nn import Parameter
+from torch import Tensor, nn
 
 from .family import Family, Slot
 from .layouts import ModelShape
@@ -107,26 +106,30 @@ def held_slots(family: Family, shape: ModelShape, seat: Seat, *, trunk: bool = F
             yield slot
 
 
-def held_parameters(chunks: Sequence[nn.Module], family: Family, shape: ModelShape, *, trunk: bool = False) -> dict[Key, Parameter]:
-    """Every parameter of this rank under its slot's key, names and shapes checked. trunk: all but the value head.
+def held_parameters(chunks: Sequence[nn.Module], family: Family, shape: ModelShape, *, trunk: bool = False) -> dict[Key, Tensor]:
+    """Every parameter of this rank, and every buffer that the family knows, under its slot's key, names and shapes checked.
+
+    trunk: all but the value head.
 
     Raises:
         ValueError: the model has a parameter that the family does not know, lacks one, or has one of another shape.
     """
     rows = {name: mapping.key for mapping in family.tensors for name in mapping.mcore}
     first_expert = ps.get_expert_model_parallel_rank() * experts_per_rank(shape)
-    found: dict[Key, Parameter] = {}
+    found: dict[Key, Tensor] = {}
     for chunk in chunks:
         model = unwrap(chunk)
         numbers = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
-        for name, parameter in model.named_parameters():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if trunk and name.startswith("value_head."):
                 continue
             key = _key(name, rows, numbers, first_expert, shape.tied)
             if key is None:
-                raise ValueError(f"the model's parameter {name} has no counterpart in {family.name}")
+                if isinstance(tensor, nn.Parameter):
+                    raise ValueError(f"the model's parameter {name} has no counterpart in {family.name}")
+                continue
             assert key not in found, f"{name} is the second parameter for {key}"
-            found[key] = parameter
+            found[key] = tensor
     _check_complete(found, list(held_slots(family, shape, own_seat(chunks), trunk=trunk)), family, shape)
     return found
 
@@ -147,7 +150,7 @@ def _key(name: str, rows: dict[str, str], layers: dict[int, int], first_expert: 
     )
 
 
-def _check_complete(found: dict[Key, Parameter], slots: Sequence[Slot], family: Family, shape: ModelShape) -> None:
+def _check_complete(found: Mapping[Key, Tensor], slots: Sequence[Slot], family: Family, shape: ModelShape) -> None:
     expected, rank = {slot.key: slot for slot in slots}, dist.get_rank()
     for key, slot in expected.items():
         if key not in found:

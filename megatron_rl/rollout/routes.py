@@ -1,4 +1,8 @@
-"""Expert ids as SGLang sends them, decoded and checked.
+"""Expert ids as SGLang sends them: decoded, checked, and put together from several requests.
+
+Row n is that of input token n; its router ran in the pass that token n + 1 was sampled from. SGLang 0.5.23 keeps rows by cache slot, so
+a hit in the prefix cache reports what was chosen when the slot was filled. An update of weights in place leaves them alone, while a
+retraction computes all of a request's slots again, with the weights of then.
 
 Shapes: N tokens of a trajectory, D decoder layers, L of them MoE layers, K experts a token.
 """
@@ -7,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,59 @@ class RouteShape:
     """Which of them route, counted from 0; L of them."""
     top_k: int
     experts: int
+
+
+@dataclass(frozen=True)
+class RouteRows:
+    """Routes of consecutive input tokens, as one request reported them."""
+
+    start: int
+    """Index of the first token: the request's routed_experts_start_len."""
+    routes: NDArray[np.uint8] | NDArray[np.uint16]
+    """[rows, L, K]."""
+    valid: NDArray[np.bool_]
+    """[rows] whether the weights that chose these experts are those that sampled the next token."""
+
+
+def stitch(parts: Sequence[RouteRows]) -> RouteRows:
+    """One run of rows out of those of successive requests, each of which went on where the one before ended.
+
+    Raises:
+        ValueError: a gap or an overlap, or parts of different layers, experts a token or types.
+    """
+    first = parts[0]
+    end = first.start
+    for index, part in enumerate(parts):
+        if part.start != end:
+            kind = "a gap" if part.start > end else "an overlap"
+            raise ValueError(f"request {index}: its routes begin at token {part.start}, those before it end at {end}: {kind}")
+        if part.routes.shape[1:] != first.routes.shape[1:] or part.routes.dtype != first.routes.dtype:
+            raise ValueError(
+                f"request {index}: routes of (layers, experts a token) {part.routes.shape[1:]} {part.routes.dtype}, "
+                f"those before it of {first.routes.shape[1:]} {first.routes.dtype}"
+            )
+        assert len(part.valid) == len(part.routes)
+        end += len(part.routes)
+    return RouteRows(first.start, np.concatenate([p.routes for p in parts]), np.concatenate([p.valid for p in parts]))
+
+
+def valid_rows(versions: NDArray[np.int32], start: int, retractions: int) -> NDArray[np.bool_]:
+    """[N - 1 - start] whether each row of one request was chosen by the weights that sampled the next token.
+
+    Without a retraction all were, whatever updates came in between. After one, every row up to it was chosen by the weights it went on
+    with, and the reply does not say where it was: only rows whose next token is of the request's last version are sure. Rows of given
+    tokens (the prompt, tool output) belong to the pass that sampled the first token behind them.
+
+    Args:
+        versions: [N] weight version of each token of prompt and answer, -1 where it was not sampled.
+        retractions: the reply's num_retractions.
+    """
+    following = versions[start + 1 :]
+    sampled = np.flatnonzero(following >= 0)
+    if not retractions or not len(sampled):
+        return np.ones(len(following), dtype=bool)
+    behind = np.searchsorted(sampled, np.arange(len(following))).clip(max=len(sampled) - 1)
+    return np.asarray(following[sampled[behind]] == following[sampled[-1]])
 
 
 def route_shape(hf: dict[str, Any]) -> RouteShape | None:

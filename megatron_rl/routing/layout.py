@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 
+LIVE = -1
+"""Stands in place of every expert id of a row that cannot be replayed: its router chooses."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a rank stands, as far as routes care."""

@@ -5,7 +5,7 @@ router of a live module by that module's global layer number. Rows are keyed by 
 once. A call during a backward pass is a recompute: each layer's recomputes come in the order of its forwards, in every schedule
 (no pipelining, 1F1B, interleaved), so a cursor a layer finds the key. `finish` fails on anything left over.
 
-Gates are always computed from the trainer's own scores, so the gradient reaches the router.
+Rows of `layout.LIVE` cannot be replayed: there the router chooses. Gates are always computed from the trainer's own scores, so the gradient reaches the router.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..types import RouterScores
+from .layout import LIVE
 
 Mode = Literal["live", "record", "replay", "observe"]
 """live: routers choose freely. record: they do, and it is kept. replay: they take the given rows. observe: they choose freely, and
@@ -49,7 +50,7 @@ class Session:
     """keep_scores: the experts in use, and in `scores` the natural log of their normalised router scores."""
     scores: dict[Key, Tensor] = field(default_factory=dict)
     differing: dict[int, Tensor] = field(default_factory=dict)
-    """mode observe: micro-batch -> layers of this rank that would route each token otherwise."""
+    """mode observe: micro-batch -> layers of this rank that would route each token otherwise than given; rows of LIVE count none."""
     shift: dict[int, Tensor] = field(default_factory=dict)
     """Micro-batch -> sum over this rank's layers of the mean |log score now / before| over the experts of the earlier pass."""
     order: dict[int, list[int]] = field(default_factory=dict)
@@ -175,7 +176,7 @@ class RoutingReplay:
             return live()
         again = in_backward()
         key = (self._next_recompute(session, layer) if again else self._next_forward(session, hook.chunk, layer), layer)
-        probs, chosen = _gather(scores, session.rows[key], topk, key) if session.mode == "replay" else live()
+        probs, chosen = _gather(scores, session.rows[key], topk, key, live) if session.mode == "replay" else live()
         if not again:
             _watch(session, key, hook, scores, chosen)
         return probs, chosen
@@ -213,8 +214,9 @@ def _watch(session: Session, key: Key, hook: RouterHook, scores: Tensor, chosen:
     if session.mode == "record":
         session.recorded[key] = chosen.detach()
     if session.mode == "observe":
-        differs = (chosen.sort(dim=-1).values != session.rows[key].sort(dim=-1).values).any(dim=-1).to(torch.int32)
-        session.differing[key[0]] = differs + session.differing.get(key[0], 0)
+        given = session.rows[key].to(chosen.device)
+        differs = (chosen.sort(dim=-1).values != given.sort(dim=-1).values).any(dim=-1) & (given[:, 0] != LIVE)
+        session.differing[key[0]] = differs.to(torch.int32) + session.differing.get(key[0], 0)
     if session.keep_scores:
         session.chosen[key] = chosen.detach()
         session.scores[key] = hook.log_scores(scores).gather(1, chosen)
@@ -224,12 +226,16 @@ def _watch(session: Session, key: Key, hook: RouterHook, scores: Tensor, chosen:
         session.shift[key[0]] = moved + session.shift.get(key[0], 0)
 
 
-def _gather(scores: Tensor, rows: Tensor, topk: int, key: Key) -> TopK:
+def _gather(scores: Tensor, rows: Tensor, topk: int, key: Key, live: Callable[[], TopK]) -> TopK:
     if rows.shape != (scores.shape[0], topk):
         raise RuntimeError(
             f"micro-batch {key[0]}, layer {key[1]}: routes {tuple(rows.shape)} for {scores.shape[0]} tokens with top-{topk} on this rank"
         )
+    marked = rows[:, :1] == LIVE
+    unreplayed = bool(marked.any())  # asked of the host's copy: no wait for the device
     rows = rows.to(scores.device)
+    if unreplayed:
+        rows = torch.where(marked.to(scores.device), live()[1], rows)
     return scores.gather(1, rows), rows
 
 

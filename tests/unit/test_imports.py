@@ -26,6 +26,7 @@ SIDEWAYS = {
     ("preflight", "command_line"): "raises its UserError",
     ("actor.actor", "convert"): "loads and exports Hugging Face weights",
     ("actor.model", "convert"): "takes TransformerConfig arguments from the family's table",
+    ("actor.balance", "data"): "knows what a sequence costs",
     ("actor.feed", "data"): "packs the leader's batch",
     ("sync.disk", "convert"): "writes the folder that servers load",
     ("convert.commands", "actor"): "whole conversions run an Actor that does not train",

@@ -190,8 +190,8 @@ def _acceptance(name: str, steps: Sequence[dict[str, float]]) -> float | None:
 HEADER = f"""# Methods
 
 Every method, by kind, and what {STEPS} real steps with it do. Each line is a run of its own from the same warm model: one SGLang server in
-bf16, one fp32 trainer on two cores, {PROMPTS} prompts x {SAMPLES} samples a step, two optimizer steps, R3 replay, learning rate 3e-4 falling
-to 3e-5, otherwise [`examples/configs/quickstart.yaml`](../../examples/configs/quickstart.yaml). `python tools/bench/methods.py` makes it.
+bf16, one fp32 trainer on two cores, {PROMPTS} prompts x {SAMPLES} samples a step, two optimizer steps, R3 replay, rate 3e-4 falling
+to 3e-5, otherwise [`examples/configs/quickstart.yaml`](../../examples/configs/quickstart.yaml). Made by `python tools/bench/methods.py`.
 
 {STEPS} steps show that a method trains and what it costs. They do not rank methods: reward is the mean over {EDGE} steps
 ({EDGE * PROMPTS * SAMPLES} answers, standard error about 0.02), held-out the pass rate of {HELD_OUT} sampled answers (about 0.03).
