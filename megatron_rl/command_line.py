@@ -70,6 +70,9 @@ def explain(message: str, prog: str) -> str:
     inner = re.search(r"Option '([^']+)' is not accepted", reason)
     if inner is not None:
         return f"{name}: an entry has the key {inner[1]!r}, which does not exist; {remedy}"
+    bare = re.fullmatch(r"Expected a dot import path string: (.*)", reason)
+    if bare is not None:
+        return f"{name}: {bare[1]!r} is no entry; write {{name: {bare[1]}}}"
     value = re.fullmatch(r"Expected an? (.+)\. Got value: (.*)", reason)
     if value is None:
         return f"{name}: {reason}; {remedy}"

@@ -90,6 +90,8 @@ def _rollout_metrics(run: Run, answers: Sequence[Trajectory]) -> Metrics:
     rewards = torch.tensor([t.reward or 0.0 for t in answers], dtype=torch.float64)
     tokens = torch.tensor([t.response_tokens for t in answers], dtype=torch.float64)
     lags = torch.tensor([float(run.state.weight_version) * t.response_tokens - t.versions[t.loss_mask].sum() for t in answers])
+    marked = [t.routes_valid for t in answers if t.routes_valid is not None]
+    rows = float(sum(len(t.routes) for t in answers if t.routes is not None))
     masses = np.concatenate([t.kept_mass[t.loss_mask] for t in answers if t.kept_mass is not None] or [np.zeros(0, np.float32)])
     return Metrics().add(
         {
@@ -98,6 +100,7 @@ def _rollout_metrics(run: Run, answers: Sequence[Trajectory]) -> Metrics:
             "response/length": as_metric(tokens.sum(), n),
             "response/truncated_share": as_metric(torch.tensor(float(sum(t.finish_reason == "length" for t in answers))), n),
             "lag/mean": as_metric(lags.sum(), tokens.sum()),
+            "routing/unreplayable_share": as_metric(torch.tensor(float(sum((~valid).sum() for valid in marked))), rows),
             "sampling/kept_mass": as_metric(torch.tensor(masses.sum()), float(len(masses))),
         },
         totals={"response/tokens": tokens.sum()},

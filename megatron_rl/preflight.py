@@ -27,6 +27,10 @@ def check_config(config: Config, *, supervised: bool = False) -> ModelFacts:
         config = dataclasses.replace(config, replay=dataclasses.replace(config.replay, mode="none"))
         if config.data.path is None:
             raise UserError('data.path: None must name a .jsonl file with one {"prompt": ..., "completion": ...} a line')
+        for field, listed in (("corrections", config.corrections), ("methods", config.methods)):
+            if listed:
+                names = ", ".join(one.name for one in listed)
+                raise UserError(f"{field}: {names} needs a policy that sampled, and sft has examples; set it to []")
     try:
         facts = read_model_facts(config.model.path)
         check_against_model(config, facts)

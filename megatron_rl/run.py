@@ -29,7 +29,7 @@ from .convert.families import family_for
 from .convert.hf import read_config
 from .data.prompts import PromptSource, load_tokenizer
 from .methods.dynamic_sampling import Group
-from .methods.requirements import configured
+from .methods.requirements import configured, wants_critic
 from .methods.stack import Part, Stack
 from .rewards.verifiers import Verifier
 from .rewards.verifiers import build as build_verifier
@@ -250,11 +250,6 @@ def open_run(config: Config, *, rollout: bool, trains: bool = True) -> Iterator[
 
 def _synchronizer(mesh: Mesh) -> Callable[[], None] | None:
     return torch.cuda.synchronize if mesh.device.type == "cuda" else None
-
-
-def wants_critic(estimator: Part) -> bool:
-    """Whether an advantage estimator learns values."""
-    return estimator.method.name == "gae" or getattr(estimator.config, "critic", None) == "learned"
 
 
 def _restriction(stack: Stack) -> Restriction | None:

@@ -208,7 +208,8 @@ def keep_or_roll_back(run: Run, before: snapshot.Snapshot, earlier_step: int) ->
     """
     config = run.stack.find(mipu.METHOD.name)
     assert config is not None
-    prompts = draw(run)[: -(-config.prompts // run.mesh.data_size)]
+    batches = -(-config.prompts // run.config.rollout.prompts_per_step)
+    prompts = [prompt for _ in range(batches) for prompt in draw(run)][: -(-config.prompts // run.mesh.data_size)]
     answers = sample(run, prompts, config.samples)
     batch = Batch(tuple(answers), tuple(np.zeros(len(t.tokens), np.float32) for t in answers)) if run.mesh.is_leader else None
     feed = hand_out_batch(run, batch)

@@ -20,16 +20,22 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from ..routing.layout import context_positions, gathered_order
 
 
 class PackedAttention(MegatronModule):
-    """Core attention for Megatron's `SelfAttention`: causal within each packed sequence, grouped queries, no dropout."""
+    """Core attention for Megatron's `SelfAttention`: causal within each packed sequence, grouped queries, no dropout.
+
+    With the config's `window_size`, layers look back only so far; with `softmax_type` learnable, each head has a logit that takes
+    part in the softmax and brings no value (GPT-OSS's sinks).
+    """
 
     def __init__(
         self,
@@ -48,6 +54,13 @@ class PackedAttention(MegatronModule):
         assert (config.attention_dropout if attention_dropout is None else attention_dropout) == 0.0
         self.softmax_scale = softmax_scale
         self.context_group = pg_collection.cp
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.look_back = config.window_size[0] if windowed and config.window_size else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -63,16 +76,22 @@ class PackedAttention(MegatronModule):
         """query [T, H, D], key and value [T, H_kv, D] of this rank's shard -> [T, H * D]. `packed_seq_params` are the whole pack's."""
         assert packed_seq_params is not None and attention_bias is None, "PackedAttention only takes packed (thd) sequences"
         cu_seqlens, size = packed_seq_params.cu_seqlens_q, self.context_group.size()
-        queries, keys, mask_SQC = Slots(cu_seqlens // size), Slots(cu_seqlens), None
+        queries, keys, mask_SHQC = Slots(cu_seqlens // size), Slots(cu_seqlens), None
         if size > 1:
             key, value = self._gather(key, value, cu_seqlens)
-            mask_SQC = self._causal_mask(queries, keys, cu_seqlens)
+        key_SHCD, value_SHCD = keys.unpack(key), keys.unpack(value)
+        if size > 1 or self.look_back is not None or self.softmax_offset is not None:
+            mask_SHQC = self._mask(queries, keys, cu_seqlens)[:, None]
+        if self.softmax_offset is not None:
+            # A key of zeros behind all others, whose logit is then what the mask adds, and whose value is zero.
+            key_SHCD, value_SHCD = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key_SHCD, value_SHCD))
+            mask_SHQC = self._with_sinks(mask_SHQC, self.softmax_offset, query.dtype)
         out_SHQD = torch.nn.functional.scaled_dot_product_attention(
             queries.unpack(query),
-            keys.unpack(key),
-            keys.unpack(value),
-            attn_mask=None if mask_SQC is None else mask_SQC[:, None],
-            is_causal=mask_SQC is None,
+            key_SHCD,
+            value_SHCD,
+            attn_mask=mask_SHQC,
+            is_causal=mask_SHQC is None,
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
@@ -84,13 +103,29 @@ class PackedAttention(MegatronModule):
         both = both[gathered_order(cu_seqlens, self.context_group.size())]
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
-    def _causal_mask(self, queries: Slots, keys: Slots, cu_seqlens: Tensor) -> Tensor:
-        """bool [S, Q, C]: each query looks at the keys of its sequence up to its own position."""
+    @staticmethod
+    def _with_sinks(mask_SHQC: Tensor, sink_H: Tensor, dtype: torch.dtype) -> Tensor:
+        """[S, H, Q, C + 1] to add to the logits: nothing or minus infinity, and each head's sink."""
+        sequences, _, queries, _ = mask_SHQC.shape
+        added = torch.zeros(mask_SHQC.shape, dtype=dtype, device=mask_SHQC.device).masked_fill(~mask_SHQC, float("-inf"))
+        sinks = sink_H.to(dtype)[None, :, None, None].expand(sequences, -1, queries, -1)
+        return torch.cat([added.expand(-1, sink_H.numel(), -1, -1), sinks], dim=-1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """The sinks, divided over tensor ranks, if there are any."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+
+    def _mask(self, queries: Slots, keys: Slots, cu_seqlens: Tensor) -> Tensor:
+        """bool [S, Q, C]: each query looks at the keys of its sequence up to its own position, and back as far as the layer does."""
         position_T = context_positions(cu_seqlens, self.context_group.rank(), self.context_group.size())
         position_T = position_T - cu_seqlens[:-1].long()[queries.row_T]
         # Padding queries look at the first key: with none to look at, softmax would make NaN.
         position_SQ = position_T.new_zeros(queries.sequences, queries.longest).index_put((queries.row_T, queries.column_T), position_T)
-        return torch.arange(keys.longest, device=position_T.device) <= position_SQ[:, :, None]
+        position_C, position_SQ1 = torch.arange(keys.longest, device=position_T.device), position_SQ[:, :, None]
+        mask_SQC = position_C <= position_SQ1
+        return mask_SQC if self.look_back is None else mask_SQC & (position_C >= position_SQ1 - self.look_back)
 
 
 class Slots:

@@ -44,9 +44,7 @@ class TrainState:
     prompt_batches: int = 0
     """Batches of prompts drawn so far; more than `step` where dynamic sampling drew again."""
     schedules: Mapping[str, Any] = field(default_factory=dict)
-    """State of each learning-rate schedule by name, in JSON's types."""
-    rollbacks: int = 0
-    """Rejected steps in a row (mipu)."""
+    """State of each learning-rate schedule and of mipu by name, in JSON's types."""
 
 
 def folders(root: Path) -> list[Path]:

@@ -26,6 +26,8 @@ class Feed:
     micro_batches: list[PackedBatch]
     over: Denominators
     """Global: all data-parallel ranks, all micro-batches."""
+    host_bytes: int = 0
+    """Bytes that reached this rank for its micro-batches; 0 on a leader, which cut them itself."""
 
 
 def hand_out(
@@ -80,11 +82,19 @@ def hand_out(
             experts=experts,
             like=next((a[3] for a in answers if a[3] is not None), None),
         )
-        shards = [[shard(p, places[rank]) for p in packed] for rank in mesh.replica_ranks]
+        shards = ([shard(p, places[rank]) for p in packed] for rank in mesh.replica_ranks)
+    mine, host_bytes = mesh.scatter(shards)
     return Feed(
-        micro_batches=mesh.scatter(shards),
+        micro_batches=mine,
+        host_bytes=host_bytes,
         over=Denominators(tokens=sum(a[1] for a in answers), sequences=sum(a[2] for a in answers), max_tokens=max_tokens),
     )
+
+
+def shard_bytes(micro_batches: Sequence[PackedBatch]) -> int:
+    """Bytes of all tensors of a rank's micro-batches, routes and columns."""
+    values = (getattr(batch, f.name) for batch in micro_batches for f in dataclasses.fields(batch))
+    return sum(v.nbytes for v in values if isinstance(v, Tensor))
 
 
 def alignment(place: Place) -> int:

@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -22,7 +23,7 @@ from torch import Tensor
 from ..config import Config, Dtype
 from ..convert.families import Family
 from .attention import PackedAttention
-from .layers import LatentAttention, LatentNorm, ProjectionNorm
+from .layers import BiasedExpertOutput, LatentAttention, LatentNorm, ProjectionNorm
 from .parallel import Mesh
 
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -135,8 +136,14 @@ def transformer_config(config: Config, family: Family, hf: Mapping[str, Any], ho
     }
     of_model = family.transformer_config(hf)
     latent = of_model.get("multi_latent_attention", False)
+    biased_experts = of_model["add_bias_linear"] and family.moe
+    if biased_experts and p.expert_tensor_size > 1:
+        raise ValueError(
+            f"parallel.expert_tensor: {p.expert_tensor_size} must be 1 for {family.name}, whose experts have biases; set parallel.expert "
+            "above 1 with parallel.expert_tensor 1, or parallel.tensor to 1"
+        )
     kind = MLATransformerConfig if latent else TransformerConfig
-    return kind(
+    built = kind(
         **of_model,
         **moe,
         **RECOMPUTE[config.model.recompute],
@@ -160,13 +167,16 @@ def transformer_config(config: Config, family: Family, hf: Mapping[str, Any], ho
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         bias_activation_fusion=how.fused,
-        bias_dropout_fusion=how.fused,
+        bias_dropout_fusion=how.fused and not biased_experts,
         masked_softmax_fusion=how.fused,
         apply_rope_fusion=how.fused and not latent,
         gradient_accumulation_fusion=False,
         persist_layer_norm=how.layers == "transformer_engine",
         attention_softmax_in_fp32=True,
     )
+    for name, value in family.config_attributes(hf).items():
+        setattr(built, name, value)
+    return built
 
 
 def layer_specs(config: TransformerConfig, family: Family, how: Implementation, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -191,6 +201,8 @@ def layer_specs(config: TransformerConfig, family: Family, how: Implementation, 
             layer.self_attention.module = LatentAttention
         if family.head_norm == "head":
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if config.add_bias_linear and family.moe:
+            layer.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertOutput
     if not engine:
         block.layer_norm = RMSNorm
     return block
@@ -214,6 +226,10 @@ def build_chunks(
             **family.gpt_model(hf, tensor_parallel=config.parallel.tensor),
         )
         chunks.append(chunk.to(device=mesh.device, dtype=core.params_dtype))
-    for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
-        router._maintain_float32_expert_bias()
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
+        if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
+            # Marked, Megatron would sum its gradient over tensor ranks, which hold different experts.
+            module.bias.sequence_parallel = False
     return core, chunks

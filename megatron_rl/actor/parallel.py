@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -61,14 +62,30 @@ class Mesh:
         """Whether this rank's metric sums count: one tensor rank of each last stage, so that nothing counts twice."""
         return self.is_last_stage and self.tensor_rank == 0
 
-    def scatter(self, shards: Sequence[Any] | None) -> Any:
-        """Hands each rank of the replica its own object; the leader passes one a rank, in the order of `replica_ranks`."""
-        if len(self.replica_ranks) == 1:
-            assert shards is not None
-            return shards[0]
-        out: list[Any] = [None]
-        dist.scatter_object_list(out, list(shards) if shards is not None else None, src=self.replica_ranks[0], group=self.replica_group)
-        return out[0]
+    def scatter(self, shards: Iterable[Any] | None) -> tuple[Any, int]:
+        """Hands each rank of the replica its own object; the leader passes one a rank, in the order of `replica_ranks`, its own first.
+
+        They are taken one after another: the leader never holds more than its own and the one on its way.
+
+        From rank to rank, because torch's scatter of objects pads all of them to the largest.
+
+        Returns:
+            The object, and the bytes that reached this rank for it (0 on the leader).
+        """
+        if shards is not None:
+            remaining = iter(shards)
+            mine = next(remaining)
+            for rank, shard in zip(self.replica_ranks[1:], remaining, strict=True):
+                data = torch.frombuffer(packed_object(shard), dtype=torch.uint8)
+                dist.send(torch.tensor([data.numel()]), rank, group=self.replica_group)
+                dist.send(data, rank, group=self.replica_group)
+            return mine, 0
+        leader = self.replica_ranks[0]
+        size = torch.empty(1, dtype=torch.int64)
+        dist.recv(size, leader, group=self.replica_group)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(data, leader, group=self.replica_group)
+        return pickle.loads(data.numpy().data), data.numel() + size.nbytes
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's object, in order of rank, on every rank."""
@@ -89,6 +106,11 @@ class Mesh:
     def barrier(self) -> None:
         """Waits for every rank, on the host."""
         dist.barrier(group=self.control_group)
+
+
+def packed_object(value: Any) -> bytearray:
+    """What `Mesh.scatter` sends of an object. A tensor that is a view takes its whole storage along: hand over copies."""
+    return bytearray(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
 
 
 def prepare_process(threads: int) -> None:

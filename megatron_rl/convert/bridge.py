@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .families import family_for
-from .family import Slot
+from .family import Family, Slot
 from .hf import HfReader
 from .layouts import ModelShape, Shape
 from .live import Key, Seat, experts_per_rank, held_parameters, held_slots, live_shape, own_seat, part_index, parts
@@ -75,8 +75,16 @@ def export_hf(
     """
     family = family_for(hf)
     shape = live_shape(family, hf, models)
+    yield from _fuse(_export(models, family, shape, dtype or models_dtype(models), bucket_bytes), family, shape)
+
+
+Named = tuple[str, Tensor | None]
+
+
+def _export(models: Sequence[nn.Module], family: Family, shape: ModelShape, dtype: torch.dtype, bucket_bytes: int) -> Iterator[Named]:
+    """Under the table's names."""
     parameters = held_parameters(models, family, shape)
-    exchange = _Exchange(_all_seats(models), parameters, shape, dtype or models_dtype(models))
+    exchange = _Exchange(_all_seats(models), parameters, shape, dtype)
     for bucket in _buckets(family.slots(shape), shape, bucket_bytes // exchange.dtype.itemsize):
         shards = exchange.gather(bucket)
         for number, slot in enumerate(bucket):
@@ -86,6 +94,28 @@ def export_hf(
             layout = slot.mapping.layout
             full = layout.unshard(shards[number])
             yield from zip(slot.hf_names, layout.hf_from_full(full, shape), strict=True)
+
+
+def _fuse(weights: Iterator[Named], family: Family, shape: ModelShape) -> Iterator[Named]:
+    """Stacks what the family's checkpoints hold for all experts of a layer together."""
+    whole = {
+        fused.parts[0].format(layer=layer, expert=expert): fused.name.format(layer=layer)
+        for fused in family.fused_experts
+        if fused.written
+        for layer in range(shape.layers)
+        for expert in range(shape.experts)
+    }
+    waiting: dict[str, list[Tensor | None]] = {}
+    for name, tensor in weights:
+        if name not in whole:
+            yield name, tensor
+            continue
+        pieces = waiting.setdefault(whole[name], [])
+        pieces.append(tensor)
+        if len(pieces) == shape.experts:
+            del waiting[whole[name]]
+            yield whole[name], None if tensor is None else torch.stack([piece for piece in pieces if piece is not None])
+    assert not waiting, f"too few experts for {sorted(waiting)}"
 
 
 def models_dtype(models: Sequence[nn.Module]) -> torch.dtype:

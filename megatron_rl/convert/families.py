@@ -8,6 +8,7 @@ from typing import Any
 from torch.nn import functional
 
 from .arguments import (
+    clamped_experts,
     deepseek_layers,
     every_layer,
     gated_shared_expert,
@@ -16,6 +17,7 @@ from .arguments import (
     qwen_layers,
     shared_expert,
     sigmoid_router,
+    sinks_and_windows,
     softmax_router,
 )
 from .family import Family
@@ -25,6 +27,8 @@ from .rows import (
     ENDS,
     EXPERT_BIAS,
     FUSED_GATE_UP_DOWN,
+    GPT_OSS,
+    GPT_OSS_FUSED,
     HEAD_NORMS,
     LATENT_ATTENTION,
     PROJECTION_NORMS,
@@ -211,7 +215,31 @@ DEEPSEEK_V3 = Family(
 )
 """Moonlight's too, which has the same architecture under the same name."""
 
-FAMILIES: tuple[Family, ...] = (QWEN3_MOE, QWEN3, QWEN2_MOE, QWEN2, LLAMA, MIXTRAL, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3)
+GPT_OSS_FAMILY = Family(
+    name="GPT-OSS",
+    architectures=("GptOssForCausalLM",),
+    required=_GROUPED | _ROUTED | {"sliding_window"},
+    optional={**_OPTIONAL, "norm_topk_prob": True, "qkv_bias": True, "layer_types": None, "swiglu_limit": 7.0},
+    fixed={
+        **_FIXED,
+        "attention_bias": (True,),
+        "norm_topk_prob": (True,),
+        "qkv_bias": (True,),
+        "swiglu_alpha": (1.702,),
+    },
+    aliases={"num_local_experts": "num_experts"},
+    ignored=frozenset({"initial_context_length", "experts_per_token"}),
+    tensors=ENDS + ATTENTION + GPT_OSS,
+    fused_experts=GPT_OSS_FUSED,
+    transformer={**_TRANSFORMER, "add_bias_linear": True},
+    arguments=(softmax_router, sinks_and_windows, clamped_experts),
+    routed=every_layer,
+    expert_width="intermediate_size",
+    rope=("default", "yarn"),
+    layer_types=("full_attention", "sliding_attention"),
+)
+
+FAMILIES: tuple[Family, ...] = (QWEN3_MOE, QWEN3, QWEN2_MOE, QWEN2, LLAMA, MIXTRAL, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS_FAMILY)
 
 
 def family_for(hf: Mapping[str, Any]) -> Family:

@@ -55,6 +55,8 @@ class FusedExperts:
     name: str
     parts: tuple[str, ...]
     """Names of the tensors stacked along rows, in order."""
+    written: bool = False
+    """Whether exports have it in place of its one part, since that is how the family's own checkpoints are."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class Family:
     """The field with the width of one expert."""
     extra_layers: bool = False
     """Whether a checkpoint may hold layers beyond the model's (multi-token prediction), which are left out."""
+    layer_types: tuple[str, ...] = ("full_attention",)
+    """Kinds of attention a layer may have."""
     head_norm: Literal["none", "head", "projection"] = "none"
     """What queries and keys are normalised over, if at all: each head, or all heads together."""
 
@@ -138,8 +142,8 @@ class Family:
                 only = f"only {_any_of(allowed)}{REMEDIES.get(name, '')}"
                 raise ValueError(f"config.json: {name} = {config[name]!r} is not supported for {self.name}; {only}")
         for kind in config.get("layer_types") or ():
-            if kind != "full_attention":
-                raise ValueError(f"config.json: layer_types holds {kind!r}; only 'full_attention' is supported for {self.name}")
+            if kind not in self.layer_types:
+                raise ValueError(f"config.json: layer_types holds {kind!r}; only {_any_of(self.layer_types)} is supported for {self.name}")
         check_quantisation(config)
         read_rope(config, self.name, self.rope)
         return {**self.optional, **config}
@@ -199,17 +203,24 @@ class Family:
             arguments |= derive(config, shape)
         return arguments
 
+    def config_attributes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """What Megatron reads from attributes of its configuration that the configuration's class does not have."""
+        config = self.read(hf)
+        return {} if config.get("kv_lora_rank") else read_rope(config, self.name, self.rope).config_attributes()
+
     def gpt_model(self, hf: Mapping[str, Any], *, tensor_parallel: int = 1, divisor: int = VOCAB_DIVISOR) -> dict[str, Any]:
         """The arguments of megatron.core's GPTModel that the model decides.
 
         `vocab_size` is the padded one, a multiple of divisor x tensor_parallel; `shape(hf).vocab` is the true one.
         """
         config = self.read(hf)
+        rope = read_rope(config, self.name, self.rope)
         return {
             "vocab_size": padded_vocab_size(config["vocab_size"], divisor * tensor_parallel),
             "max_sequence_length": config["max_position_embeddings"],
             "share_embeddings_and_output_weights": config["tie_word_embeddings"],
-            **read_rope(config, self.name, self.rope).gpt_model(),
+            # Latent attention turns its own queries and keys.
+            **({"position_embedding_type": "rope"} if config.get("kv_lora_rank") else rope.gpt_model()),
         }
 
     def slots(self, shape: ModelShape) -> Iterator[Slot]:

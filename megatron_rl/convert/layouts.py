@@ -57,6 +57,11 @@ class ModelShape:
     one = 1
 
     @property
+    def gate_and_up(self) -> int:
+        """Columns of an expert's gate and up together."""
+        return 2 * self.moe_ffn
+
+    @property
     def query(self) -> int:
         """Rows of q_proj."""
         return self.heads * self.head_dim
@@ -178,9 +183,43 @@ class GateUpLayout(Layout):
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
 
 
+@dataclass(frozen=True)
+class TransposedLayout(Layout):
+    """[F, H] <-> [H, F]."""
+
+    def full_from_hf(self, tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
+        (tensor,) = tensors
+        return tensor.t()
+
+    def hf_from_full(self, full: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
+        return (full.t(),)
+
+    def full_shape(self, hf_shapes: Sequence[Shape], shape: ModelShape) -> Shape:
+        (size,) = hf_shapes
+        return size[::-1]
+
+
+@dataclass(frozen=True)
+class AlternatingLayout(GateUpLayout):
+    """[H, 2 F] or [2 F] in which gate and up alternate <-> [2 F, H] or [2 F], gate and then up."""
+
+    def full_from_hf(self, tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
+        (tensor,) = tensors
+        return torch.cat([tensor.t()[::2], tensor.t()[1::2]])
+
+    def hf_from_full(self, full: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
+        return (torch.stack(full.chunk(2), 1).flatten(0, 1).t(),)
+
+    def full_shape(self, hf_shapes: Sequence[Shape], shape: ModelShape) -> Shape:
+        (size,) = hf_shapes
+        return size[::-1]
+
+
 REPLICATED = Layout("replicated", None)
 COLUMN = Layout("column", 0)
 ROW = Layout("row", 1)
 VOCAB = VocabLayout("vocab", 0)
 QKV = QkvLayout("qkv", 0)
 GATE_UP = GateUpLayout("gate-up", 0)
+TRANSPOSED_ROW = TransposedLayout("transposed-row", 1)
+ALTERNATING_GATE_UP = AlternatingLayout("alternating-gate-up", 0)

@@ -17,7 +17,7 @@ from .layouts import ModelShape
 Key = tuple[str, int | None, int | None]
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)")
-_EXPERT = re.compile(r"(?<=local_experts\.)(\d+)|(?<=experts\.linear_fc[12]\.weight)(\d+)")
+_EXPERT = re.compile(r"(?<=local_experts\.)(\d+)|(?<=experts\.linear_fc[12]\.weight)(\d+)|(?<=experts\.linear_fc[12]\.bias)(\d+)")
 
 
 def unwrap(chunk: nn.Module) -> Any:

@@ -8,7 +8,7 @@ from ..config import MethodConfig, ObjectiveConfig
 from .catalog import METHODS
 from .objective import Kind, Method
 from .params import build as build_params
-from .stack import Part, Stack
+from .stack import STACKED, Part, Stack
 
 
 def lookup(name: str, kinds: tuple[Kind, ...], field: str) -> Method:
@@ -20,7 +20,7 @@ def lookup(name: str, kinds: tuple[Kind, ...], field: str) -> Method:
     method = METHODS.get(name)
     if method is None or method.kind not in kinds:
         known = ", ".join(sorted(m.name for m in METHODS.values() if m.kind in kinds))
-        other = f" ({name} is a {method.kind})" if method else ""
+        other = f" ({name} is a {method.kind}): name it under {STACKED.get(method.kind, 'methods')}" if method else ""
         raise ValueError(f"{field}: {name!r} is not a known {' or '.join(kinds)}{other}; choose one of: {known}")
     return method
 

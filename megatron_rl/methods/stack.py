@@ -23,11 +23,16 @@ REMEDIES: dict[Need, str] = {
     "router_shift": "the router's scores: only mixture-of-experts models have them, and train.old_policy must be recomputed",
     "reference": "a frozen reference policy: set reference.path",
     "min_p_sampling": "an engine that prunes alike: set rollout.min_p to the method's rho, and rollout.keep_sets to hold the support",
-    "keep_sets": "the ids the sampler could choose from: set rollout.keep_sets to the most of them at one token",
+    "keep_sets": "a sampler that truncates: set rollout.top_p, top_k or min_p, and rollout.keep_sets to the most tokens they leave",
 }
 """What a user does about a need that a configuration does not meet."""
 
-STACKED: dict[Kind, str] = {"correction": "corrections", "penalty": "corrections"}
+STACKED: dict[Kind, str] = {
+    "objective": "objective.name",
+    "correction": "corrections",
+    "penalty": "corrections",
+    "advantage": "advantage.name",
+}
 """The configuration field a method of each kind is listed in; `methods` for kinds that are not named here."""
 
 

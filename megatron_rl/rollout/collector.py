@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.rollout.client import EngineClient, EngineError, EngineUnreachable
 from megatron_rl.rollout.fleet import Engine, Fleet
-from megatron_rl.rollout.ingest import Expected, trajectory
+from megatron_rl.rollout.ingest import Expected, answer, trajectory
+from megatron_rl.rollout.partial import continued, request_for, rows_known
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Prompt, Trajectory
 
-__all__ = ["Sampling", "collect"]
+__all__ = ["Sampling", "collect", "resume"]
 
 OVERSUBSCRIPTION = 2
 """Samples asked of a server at once, as a multiple of those it can run: its queue must never be empty while work is left."""
@@ -48,19 +50,35 @@ def collect(
         ValueError: a prompt has a token outside the vocabulary (which would end the server) or is empty.
         EngineError: a server failed, or a reply lacks something or contradicts itself.
     """
-    fleet.require_usable()
     for prompt in prompts:
         _check_tokens(prompt, fleet.facts.vocab_size)
-    expected = Expected(
-        vocab_size=fleet.facts.vocab_size,
-        route_shape=fleet.route_shape if routes else None,
-        version=version,
-        keep_aborted=keep_aborted,
-        sampling=sampling,
-    )
+    expected = _expected(fleet, sampling, routes, version, keep_aborted)
+    return list(fleet.run(_Collection(fleet, samples, sampling, expected).gather, prompts))
+
+
+def resume(
+    fleet: Fleet, cut: Sequence[Trajectory], *, sampling: Sampling, routes: bool, version: int | None, keep_aborted: bool = False
+) -> list[Trajectory]:
+    """Goes on with answers that a server cut off (finish_reason "abort"), up to `sampling.max_new_tokens` in all.
+
+    What a server sampled before stays as it is, with its log-probs, versions and routes; only the routes of new rows are sent.
+
+    Args:
+        version: of the new tokens; None takes any.
+
+    Raises:
+        EngineError: as `collect`.
+    """
+    assert all(t.finish_reason == "abort" and t.response_tokens < sampling.max_new_tokens for t in cut), "nothing is left to sample"
+    expected = _expected(fleet, sampling, routes, version, keep_aborted)
+    return list(fleet.run(_Collection(fleet, 1, sampling, expected).resume, cut))
+
+
+def _expected(fleet: Fleet, sampling: Sampling, routes: bool, version: int | None, keep_aborted: bool) -> Expected:
+    fleet.require_usable()
     if routes:
         assert fleet.route_shape is not None and fleet.routes, "the fleet was not opened with routes=True"
-    return list(fleet.run(_Collection(fleet, samples, sampling, expected).gather, prompts))
+    return Expected(fleet.facts.vocab_size, fleet.route_shape if routes else None, version, keep_aborted, sampling)
 
 
 def _check_tokens(prompt: Prompt, vocab_size: int) -> None:
@@ -76,7 +94,7 @@ def _check_tokens(prompt: Prompt, vocab_size: int) -> None:
 
 
 class _Collection:
-    """One call of `collect`."""
+    """One call of `collect` or `resume`."""
 
     def __init__(self, fleet: Fleet, samples: int, sampling: Sampling, expected: Expected) -> None:
         self.fleet = fleet
@@ -91,11 +109,16 @@ class _Collection:
         self.slots = asyncio.Semaphore(max(1, bound // self.per_request))
 
     async def gather(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
-        work = [
+        return await self._all(
             self._request(prompt, f"{self.nonce}.{index}", first)
             for index, prompt in enumerate(prompts)
             for first in range(0, self.samples, self.per_request)
-        ]
+        )
+
+    async def resume(self, cut: Sequence[Trajectory]) -> list[Trajectory]:
+        return await self._all(self._continue(before, f"{self.nonce}.{index}") for index, before in enumerate(cut))
+
+    async def _all(self, work: Iterable[Coroutine[Any, Any, list[Trajectory]]]) -> list[Trajectory]:
         tasks = [asyncio.create_task(one) for one in work]
         watch = asyncio.create_task(self._watch())
         try:
@@ -122,14 +145,24 @@ class _Collection:
 
     async def _request(self, prompt: Prompt, group: str, first: int) -> list[Trajectory]:
         count = min(self.per_request, self.samples - first)
-        rid = f"{group}.{first}"
+        replies, url = await self._ask(prompt, f"{group}.{first}", self.sampling, count)
+        return [trajectory(reply, prompt, group, f"{group}.{first + k}", url, self.expected) for k, reply in enumerate(replies)]
+
+    async def _continue(self, before: Trajectory, rid: str) -> list[Trajectory]:
+        prompt, start = request_for(before), rows_known(before)
+        left = replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - before.response_tokens)
+        (reply,), url = await self._ask(prompt, rid, left, 1, start)
+        return [continued(before, *answer(reply, prompt, before.group, rid, url, self.expected, start))]
+
+    async def _ask(self, prompt: Prompt, rid: str, sampling: Sampling, count: int, start: int = 0) -> tuple[list[dict[str, Any]], str]:
+        """(`count` answers, the URL they came from). `start`: the first row of routes that is asked for."""
         body: dict[str, Any] = {
             "rid": rid,
             "input_ids": [int(token) for token in prompt.tokens],
-        } | self.sampling.request(self.expected.vocab_size)
+        } | sampling.request(self.expected.vocab_size)
         body["sampling_params"]["n"] = count
         if self.expected.route_shape is not None:
-            body["return_routed_experts"] = True
+            body |= {"return_routed_experts": True, "routed_experts_start_len": start}
         what = f"request {rid} (prompt {prompt.id})"
         async with self.slots:
             engine = min(self.fleet.engines, key=lambda engine: engine.in_flight)
@@ -137,7 +170,7 @@ class _Collection:
             replies = await self._send(engine, client, body, count, what)
         if len(replies) != count:
             raise EngineError(f"{client.url}: {what}: {len(replies)} answers to {count} samples")
-        return [trajectory(reply, prompt, group, f"{group}.{first + k}", client.url, self.expected) for k, reply in enumerate(replies)]
+        return replies, client.url
 
     async def _send(self, engine: Engine, client: EngineClient, body: dict[str, Any], count: int, what: str) -> list[dict[str, Any]]:
         engine.in_flight += count

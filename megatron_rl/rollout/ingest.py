@@ -1,14 +1,14 @@
 """A server's reply becomes a Trajectory, or an error that names the request and what the server needs.
 
 Schema of SGLang 0.5.23's /generate: `output_ids`, `text`, and `meta_info` with `finish_reason`, `prompt_tokens`,
-`output_token_logprobs` [[log-prob, id, null]], `weight_versions` [{version, start, end}], `routed_experts` (base64), and what
-`alternatives` reads.
+`output_token_logprobs` [[log-prob, id, null]], `weight_versions` [{version, start, end}], `num_retractions`, `routed_experts` (base64),
+and what `alternatives` reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_rl.rollout.alternatives import candidates, keep_sets
 from megatron_rl.rollout.client import EngineError
-from megatron_rl.rollout.routes import RouteShape, decode_routes
+from megatron_rl.rollout.routes import RouteRows, RouteShape, decode_routes, valid_rows
 from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Candidates, FinishReason, Prompt, Trajectory
 
@@ -40,6 +40,25 @@ def trajectory(reply: Mapping[str, Any], prompt: Prompt, group: str, rid: str, u
 
     Raises:
         EngineError: something is missing, of the wrong shape or impossible; names the request, the server and the remedy.
+    """
+    return with_routes(*answer(reply, prompt, group, rid, url, expected))
+
+
+def with_routes(plain: Trajectory, rows: RouteRows | None) -> Trajectory:
+    """`plain` with the routes of all its rows."""
+    if rows is None:
+        return plain
+    assert rows.start == 0
+    return replace(plain, routes=rows.routes, routes_valid=None if rows.valid.all() else rows.valid)
+
+
+def answer(
+    reply: Mapping[str, Any], prompt: Prompt, group: str, rid: str, url: str, expected: Expected, start: int = 0
+) -> tuple[Trajectory, RouteRows | None]:
+    """The checked trajectory of one reply, without routes, and the routes of its tokens from `start` on.
+
+    Raises:
+        EngineError: as `trajectory`.
     """
 
     def fail(what: str) -> NoReturn:
@@ -66,15 +85,15 @@ def trajectory(reply: Mapping[str, Any], prompt: Prompt, group: str, rid: str, u
     versions = np.full(len(tokens), -1, dtype=np.int32)
     try:
         policy = _policy(meta, output, expected)
-        versions[head:], spans = _versions(meta, output.size)
+        versions[head:] = _versions(meta, output.size)
         if expected.version is not None and (versions[head:] != expected.version).any():
             raise ValueError(
                 f"sampled from weight version {sorted(set(versions[head:].tolist()))}, not {expected.version}; push the weights first"
             )
-        routes = _routes(meta, len(tokens) - 1, spans, expected.route_shape)
+        rows = _routes(meta, versions, start, expected.route_shape)
     except ValueError as error:
         fail(str(error))
-    return Trajectory(
+    plain = Trajectory(
         prompt=prompt,
         group=group,
         tokens=tokens,
@@ -82,13 +101,14 @@ def trajectory(reply: Mapping[str, Any], prompt: Prompt, group: str, rid: str, u
         behaviour_logp=_from(head, policy.logp, np.nan),
         versions=versions,
         turns=np.where(sampled, 0, -1).astype(np.int32),
-        routes=routes,
+        routes=None,
         finish_reason=cast(FinishReason, reason),
         text=str(reply.get("text", "")),
         candidates=policy.candidates and Candidates(_from(head, policy.candidates.ids, -1), _from(head, policy.candidates.logp, -np.inf)),
         keep_ids=None if policy.keep_ids is None else _from(head, policy.keep_ids, -1),
         kept_mass=None if policy.kept_mass is None else _from(head, policy.kept_mass, np.nan),
     )
+    return plain, rows
 
 
 @dataclass(frozen=True)
@@ -133,8 +153,8 @@ def _log_probs(meta: Mapping[str, Any], output: NDArray[np.int64]) -> NDArray[np
     return log_probs
 
 
-def _versions(meta: Mapping[str, Any], count: int) -> tuple[NDArray[np.int32], int]:
-    """([count] version of each token, how many spans of one version)."""
+def _versions(meta: Mapping[str, Any], count: int) -> NDArray[np.int32]:
+    """[count] version of each token."""
     spans = meta.get("weight_versions")
     if spans is None:
         raise ValueError("no weight_versions in the reply; SGLang 0.5.23 sends them: is the server older, or does a router drop them?")
@@ -152,10 +172,10 @@ def _versions(meta: Mapping[str, Any], count: int) -> tuple[NDArray[np.int32], i
         at = int(span["end"])
     if at != count:
         raise ValueError(f"weight_versions {spans} do not cover {count} tokens")
-    return versions, len(spans)
+    return versions
 
 
-def _routes(meta: Mapping[str, Any], rows: int, spans: int, shape: RouteShape | None) -> NDArray[np.uint8] | NDArray[np.uint16] | None:
+def _routes(meta: Mapping[str, Any], versions: NDArray[np.int32], start: int, shape: RouteShape | None) -> RouteRows | None:
     if shape is None:
         return None
     encoded = meta.get("routed_experts")
@@ -163,12 +183,14 @@ def _routes(meta: Mapping[str, Any], rows: int, spans: int, shape: RouteShape | 
         raise ValueError(
             "no routed_experts in the reply; start the server with --enable-return-routed-experts (some routers drop the request's flag)"
         )
-    if spans > 1:
-        # after a retraction SGLang recomputes the experts of all tokens with the new weights
+    retractions = meta.get("num_retractions")
+    if retractions is None:
         raise ValueError(
-            "its tokens come from several weight versions, so its routes are not those it was sampled with; update between steps"
+            "no num_retractions in the reply, so it cannot be told whether its routes are those it was sampled with; SGLang 0.5.23 sends "
+            "it: is the server older, or does a router drop it?"
         )
     try:
-        return decode_routes(encoded, rows, shape)
+        routes = decode_routes(encoded, len(versions) - 1 - start, shape)
     except ValueError as error:
         raise ValueError(f"routed_experts: {error}") from error
+    return RouteRows(start, routes, valid_rows(versions, start, int(retractions)))

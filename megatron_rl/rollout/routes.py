@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+UNLIKELY = 32
+"""Tokens that do not all choose expert 0 of a layer where each has one expert; zeros are what a server that captured nothing sends."""
+
 
 @dataclass(frozen=True)
 class RouteShape:
@@ -110,8 +113,8 @@ def decode_routes(encoded: str, rows: int, shape: RouteShape) -> NDArray[np.uint
     """[rows, L, K] expert ids, in the smallest type that holds them all, from SGLang's base64 of little-endian int32 [rows, D, K].
 
     Raises:
-        ValueError: the bytes are not base64 or not of that many rows, an id is not that of an expert, or one token has the same
-            expert twice in a layer.
+        ValueError: the bytes are not base64 or not of that many rows, an id is not that of an expert, one token has the same expert
+            twice in a layer, or a layer was not captured.
     """
     raw = base64.b64decode(encoded, validate=True)
     width = shape.layers * shape.top_k * 4
@@ -130,4 +133,9 @@ def decode_routes(encoded: str, rows: int, shape: RouteShape) -> NDArray[np.uint
     if repeated.any():
         row, layer = np.argwhere(repeated)[0]
         raise ValueError(f"token {row}, layer {shape.moe_layers[layer]}: {ids[row, layer].tolist()} has the same expert twice")
+    if shape.top_k == 1 and rows >= UNLIKELY:
+        never = np.flatnonzero((ids == 0).all((0, 2)))
+        if never.size:
+            layer = shape.moe_layers[never[0]]
+            raise ValueError(f"layer {layer}: expert 0 for all {rows} tokens; the server did not capture this layer")
     return ids.astype(np.uint8) if shape.experts <= 256 else ids.astype(np.uint16)

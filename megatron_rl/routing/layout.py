@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 LIVE = -1
 """Stands in place of every expert id of a row that cannot be replayed: its router chooses."""
 

@@ -5,7 +5,8 @@ router of a live module by that module's global layer number. Rows are keyed by 
 once. A call during a backward pass is a recompute: each layer's recomputes come in the order of its forwards, in every schedule
 (no pipelining, 1F1B, interleaved), so a cursor a layer finds the key. `finish` fails on anything left over.
 
-Rows of `layout.LIVE` cannot be replayed: there the router chooses. Gates are always computed from the trainer's own scores, so the gradient reaches the router.
+Rows of `layout.LIVE` cannot be replayed: there the router chooses. Gates are always computed from the trainer's own scores, so the
+gradient reaches the router.
 """
 
 from __future__ import annotations

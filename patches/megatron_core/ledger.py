@@ -11,6 +11,7 @@ from .collectives import UNEVEN_COLLECTIVES
 from .device import CUDA_FACADE
 from .factories import CUDA_LITERALS
 from .jit import JIT_FUSER
+from .latent import LATENT_ATTENTION_TE
 from .moe import ALLTOALL_SPLITS, PAGED_STASH, TE_GENERAL_GEMM
 from .norm import SP_RMSNORM
 from .optimizer_checkpoint import OPTIMIZER_CHECKPOINT
@@ -21,7 +22,14 @@ from .version import MEGATRON_CORE, TESTED
 BEFORE_IMPORT: tuple[Patch, ...] = (CUDA_FACADE, CUDA_LITERALS, CUDA_SEED, OPTIMIZER_DTYPES, PAGED_STASH)
 """Changes to torch, and a module that must stand in before Megatron imports it."""
 
-AFTER_IMPORT: tuple[Patch, ...] = (RNG_FORK, ALLTOALL_SPLITS, TE_GENERAL_GEMM, UNEVEN_COLLECTIVES, OPTIMIZER_CHECKPOINT)
+AFTER_IMPORT: tuple[Patch, ...] = (
+    RNG_FORK,
+    ALLTOALL_SPLITS,
+    TE_GENERAL_GEMM,
+    LATENT_ATTENTION_TE,
+    UNEVEN_COLLECTIVES,
+    OPTIMIZER_CHECKPOINT,
+)
 """Changes to modules of megatron.core."""
 
 PATCHES: tuple[Patch, ...] = (*BEFORE_IMPORT, JIT_FUSER, *AFTER_IMPORT, SP_RMSNORM)

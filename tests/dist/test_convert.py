@@ -113,7 +113,7 @@ def test_distributed_checkpoints_come_back_under_another_layout(seen: dict[int, 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("architecture", "architectures = ['LlamaForCausalLM'] is not supported; supported are Qwen3MoeForCausalLM, Qwen3ForCausalLM"),
+        ("architecture", "architectures = ['GemmaForCausalLM'] is not supported; supported are Qwen3MoeForCausalLM, Qwen3ForCausalLM"),
         ("vocabulary", "vocab_size = 4096 does not fit the model, whose padded vocabulary is 512"),  # 509 rounded up to 128 x 4
         ("layers", "num_hidden_layers = 3, but the model was built with 4"),
         ("width", "local_experts.0.linear_fc1.weight has shape (48, 48), but config.json makes it (80, 48)"),  # gate and up: 2 x 24, 2 x 40

@@ -23,7 +23,7 @@ VERSIONS = ("0.16.1", "0.19.2")
 EXPECTED = {
     "0.16.1": [
         *("cuda-facade", "cuda-literals", "cuda-seed", "optimizer-dtypes", "jit-fuser"),
-        *("rng-fork", "alltoall-splits", "te-general-gemm", "uneven-collectives", "optimizer-checkpoint"),
+        *("rng-fork", "alltoall-splits", "te-general-gemm", "latent-attention-te", "uneven-collectives", "optimizer-checkpoint"),
     ],
     "0.19.2": [
         *("cuda-facade", "cuda-literals", "cuda-seed", "optimizer-dtypes", "paged-stash", "jit-fuser"),
@@ -131,6 +131,10 @@ def test_alltoall_splits_are_numpy_and_other_tensors_stay(seen: dict[str, Any]) 
 
 def test_te_general_gemm_is_bound(seen: dict[str, Any]) -> None:
     assert seen["moe"]["te_general_gemm"] == "None"  # 0.16 by the patch, 0.19 by itself; the router in the model below reads it
+
+
+def test_latent_attention_knows_that_te_is_missing(seen: dict[str, Any]) -> None:
+    assert seen["moe"]["latent_attention_te"] is False  # 0.16 by the patch, 0.19 by itself
 
 
 def test_paged_stash_stands_in_without_triton(seen: dict[str, Any]) -> None:

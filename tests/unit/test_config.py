@@ -16,6 +16,7 @@ from megatron_rl.command_line import UserError, config_keys, config_parser, pars
 from megatron_rl.config import (
     CheckpointConfig,
     Config,
+    CriticConfig,
     DataConfig,
     MethodConfig,
     ModelConfig,
@@ -38,6 +39,7 @@ SECTION = {
     "parallel": ParallelConfig,
     "optimizer": OptimizerConfig,
     "rollout": RolloutConfig,
+    "critic": CriticConfig,
     "sync": SyncConfig,
     "data": DataConfig,
     "train": TrainConfig,
@@ -64,7 +66,11 @@ TOO_SMALL = "must be at least 1"
         ("rollout.max_running_requests", 0, "must be positive"),
         ("rollout.temperature", 0.0, "must be positive"),
         ("rollout.top_p", 0.0, "must be in (0, 1]"),
-        ("rollout.top_k", 0, "must be at least 1, or -1 for none"),
+        *(("rollout.top_k", value, "must be at least 2 (1 is greedy), or -1 for none") for value in (0, 1)),
+        ("rollout.min_p", 1.0, "must be in [0, 1); 0 for none"),
+        ("rollout.keep_sets", -1, "must not be negative; 0 for untruncated sampling"),
+        ("critic.warmup_steps", -1, "must not be negative"),
+        ("critic.clip", 0.0, "must be positive, or null for no clip"),
         ("rollout.launch", 0, "must be at least 1 when rollout.urls is empty"),
         ("sync.bucket_mb", 0.0, "must be positive"),
         ("sync.timeout", -1.0, "must be positive"),
@@ -85,9 +91,30 @@ def test_a_field_refuses_what_cannot_work(field: str, value: Any, remedy: str) -
     assert str(caught.value) == f"{field}: {value!r} {remedy}"
 
 
-def test_truncated_sampling_is_refused_with_its_reason() -> None:
-    with pytest.raises(ValueError, match=r"rollout\.top_p, rollout\.top_k: \(0\.9, -1\) .*set top_p to 1 and top_k to -1"):
-        RolloutConfig(top_p=0.9)
+TRUNCATIONS = ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.01})
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+def test_truncated_sampling_must_say_what_it_left(truncation: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=r"rollout\.keep_sets: 0 must be positive: .* so every ratio would be biased; set it to top_k, or to"
+    ):
+        RolloutConfig(**truncation)
+    assert RolloutConfig(**truncation, keep_sets=20).truncates
+
+
+def test_keep_sets_of_everything_have_no_use() -> None:
+    with pytest.raises(ValueError, match=r"rollout\.keep_sets: 20 has no use: top_p, top_k and min_p leave everything"):
+        RolloutConfig(keep_sets=20)
+    assert not RolloutConfig().truncates
+
+
+def test_r2_replays_what_an_old_forward_recorded() -> None:
+    with pytest.raises(
+        ValueError, match=r"train\.old_policy: 'behaviour' leaves R2 without the old-policy forward .*; set it to recomputed"
+    ):
+        Config(replay=ReplayConfig(mode="R2"), train=TrainConfig(old_policy="behaviour"))
+    Config(replay=ReplayConfig(mode="R3"), train=TrainConfig(old_policy="behaviour"))
 
 
 def test_urls_and_sources_are_checked() -> None:

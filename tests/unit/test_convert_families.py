@@ -49,6 +49,9 @@ QWEN3_30B_A3B: dict[str, Any] = {
 }
 
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
 def test_qwen3_30b_a3b() -> None:
     family = family_for(QWEN3_30B_A3B)
     config = family.transformer_config(QWEN3_30B_A3B)
@@ -85,7 +88,7 @@ def test_unnormalised_gates_are_a_softmax_before_the_choice() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architectures = ['MixtralForCausalLM'] is not supported; supported are Qwen3Moe"),
+        ({"architectures": ["GemmaForCausalLM"]}, "architectures = ['GemmaForCausalLM'] is not supported; supported are Qwen3Moe"),
         ({"architectures": None}, "architectures = [] is not supported"),
         ({"attention_bias": True}, "attention_bias = True is not supported for Qwen3-MoE; only False or None"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported for Qwen3-MoE; only 'silu'"),
@@ -95,7 +98,14 @@ def test_unnormalised_gates_are_a_softmax_before_the_choice() -> None:
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope scaling of type 'linear' is not supported"),
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
         ({"rope_theta": None}, "rope_theta is missing"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = {'quant_method': 'fp8'} is not supported"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quant_method 'fp8' without weight_block_size is not supported; only block-scaled",
+        ),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quant_method 'awq' is not supported; only block-scaled fp8 is read"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq' is not supported"),
+        ({"quantization_config": {**FP8, "fmt": "e5m2"}}, "fmt = 'e5m2' is not supported; only 'e4m3'"),
+        ({"quantization_config": {**FP8, "zero_point": 1}}, "['zero_point'] are unknown and may change what the weights are"),
         ({"logit_softcap": 30.0}, "logit_softcap = 30.0 is unknown for Qwen3-MoE and may change what it computes"),
         ({"num_experts": None}, "num_experts is missing; Qwen3-MoE needs it"),
     ],
@@ -114,3 +124,144 @@ def test_one_normalised_expert_is_refused() -> None:
 
 def test_padding_rounds_up_and_only_then() -> None:
     assert [padded_vocab_size(n, 128) for n in (509, 512, 513)] == [512, 512, 640]
+
+
+# deepseek-ai/DeepSeek-V3's config.json, as its own code wrote it, without its multi-token prediction.
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 0,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": FP8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def test_deepseek_v3() -> None:
+    family = family_for(DEEPSEEK_V3)
+    config = family.transformer_config(DEEPSEEK_V3)
+    assert config["moe_layer_freq"] == [0] * 3 + [1] * 58
+    assert (config["q_lora_rank"], config["kv_lora_rank"], config["qk_head_dim"], config["qk_pos_emb_head_dim"]) == (1536, 512, 128, 64)
+    assert (config["moe_router_num_groups"], config["moe_router_group_topk"], config["moe_router_topk"]) == (8, 4, 8)
+    assert config["moe_router_score_function"] == "sigmoid" and config["moe_router_enable_expert_bias"]
+    assert config["moe_router_bias_update_rate"] == 0
+    assert config["moe_shared_expert_intermediate_size"] == 2048
+    assert config["rope_type"] == "yarn" and config["rotary_scaling_factor"] == 40
+    # embedding, norm, head; each layer: 8 of attention with compressed queries; dense: norm and 2; routed: norm, router, bias, 2 shared.
+    assert sum(1 for _ in family.slots(family.shape(DEEPSEEK_V3))) == 3 + 61 * 8 + 3 * 3 + 58 * (5 + 256 * 2)
+
+
+def moonlight() -> dict[str, Any]:
+    """Where moonshotai/Moonlight-16B-A3B differs: uncompressed queries, one group, plain positions."""
+    changes = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6, "rms_norm_eps": 1e-5, "n_shared_experts": 2}
+    return {**DEEPSEEK_V3, **changes, "rope_scaling": None, "quantization_config": None}
+
+
+def test_moonlight() -> None:
+    hf = moonlight()
+    config = family_for(hf).transformer_config(hf)
+    assert config["q_lora_rank"] is None and config["rope_type"] == "rope"
+    assert "moe_router_num_groups" not in config  # all groups are kept
+    assert config["moe_shared_expert_intermediate_size"] == 2 * 2048
+
+
+DEEPSEEK_V2 = {
+    **{k: v for k, v in DEEPSEEK_V3.items() if k != "quantization_config"},
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "norm_topk_prob": False,
+    "scoring_func": "softmax",
+    "topk_method": "group_limited_greedy",
+}
+LLAMA = {
+    **{k: v for k, v in QWEN3_30B_A3B.items() if "expert" not in k and "moe" not in k and k not in ("norm_topk_prob", "mlp_only_layers")},
+    "architectures": ["LlamaForCausalLM"],
+    "mlp_bias": False,
+}
+for _name in ("decoder_sparse_step", "max_window_layers", "sliding_window", "use_sliding_window", "router_aux_loss_coef"):
+    LLAMA.pop(_name)
+LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+OLMOE = {**LLAMA, "architectures": ["OlmoeForCausalLM"], "num_experts": 64, "num_experts_per_tok": 8, "clip_qkv": None}
+OLMOE.pop("mlp_bias")
+
+
+def test_llama_3_scaling_is_megatrons_where_its_constants_are() -> None:
+    hf = LLAMA | {"rope_scaling": {"rope_type": "llama3", **LLAMA3_ROPE}}
+    assert family_for(hf).gpt_model(hf)["rope_scaling"] is True
+    assert family_for(hf).gpt_model(hf)["rope_scaling_factor"] == 8
+    assert "rope_scaling" not in family_for(LLAMA).gpt_model(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("hf", "message"),
+    [
+        (LLAMA | {"attention_bias": True}, "attention_bias = True is not supported for Llama; only False or None (Megatron cannot"),
+        (LLAMA | {"mlp_bias": True}, "mlp_bias = True is not supported for Llama"),
+        (LLAMA | {"pretraining_tp": 2}, "pretraining_tp = 2 is not supported for Llama"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic' is not supported for Llama"),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "llama3", **LLAMA3_ROPE, "high_freq_factor": 8.0}},
+            "rope parameter high_freq_factor = 8.0 is not supported; Megatron has 4.0 built in",
+        ),
+        (LLAMA | {"rope_scaling": {"type": "linear"}}, "rope parameters ['factor'] are missing; linear scaling needs them"),
+        (OLMOE | {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported for OLMoE"),
+        (DEEPSEEK_V3 | {"num_nextn_predict_layers": 1}, "only 0 or None; set it to 0 to leave the layers of multi-token prediction out"),
+        (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported for DeepSeek-V3; only 'sigmoid'"),
+        (DEEPSEEK_V3 | {"norm_topk_prob": False}, "norm_topk_prob = False is not supported for DeepSeek-V3"),
+        (DEEPSEEK_V3 | {"num_experts_per_tok": 4}, "the model scores a group by its 2 best experts, Megatron by its 1 best"),
+        (DEEPSEEK_V2, "the model scores a group by its 1 best experts, Megatron by its 2 best"),  # 8 experts of 4 groups
+        (DEEPSEEK_V3 | {"num_key_value_heads": 64}, "num_key_value_heads = 64 is not supported; latent attention has as many as its 128"),
+        (DEEPSEEK_V3 | {"rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "mscale": None}}, "mscale_all_dim without mscale is not supported"),
+        (DEEPSEEK_V3 | {"rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "truncate": False}}, "truncate = False is not supported"),
+    ],
+)
+def test_what_other_families_cannot_compute_is_refused(hf: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        family_for(hf).transformer_config(hf)

@@ -198,3 +198,59 @@ def test_an_interrupted_write_leaves_nothing(folder: Path, tmp_path: Path) -> No
 def test_an_existing_folder_is_not_overwritten(folder: Path) -> None:
     with pytest.raises(ValueError, match="exists already; remove it or choose another folder"):
         HfWriter(folder, folder)
+
+
+def quantise(folder: Path, *, block: int) -> dict[str, Tensor]:
+    """Expert weights in block-scaled FP8; the weights they stand for."""
+    config = CONFIG | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    meant = dict(tensors)
+    for name in [name for name in tensors if ".experts." in name]:
+        rows, columns = tensors[name].shape
+        scales = torch.rand(-(-rows // block), -(-columns // block), generator=torch.Generator().manual_seed(rows)) + 0.5
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[name + "_scale_inv"] = scales
+        meant[name] = torch.empty(rows, columns)
+        for row in range(rows):
+            for column in range(columns):
+                meant[name][row, column] = tensors[name][row, column].float() * scales[row // block, column // block]
+    save_file(tensors, folder / "model.safetensors")
+    return meant
+
+
+def test_block_scaled_fp8_reads_as_the_weights_it_stands_for(folder: Path) -> None:
+    # Blocks of 4 leave a remainder in every dimension: experts are 5 x 6 and 6 x 5.
+    meant = quantise(folder, block=4)
+    source = open_source(folder)
+    assert all(torch.equal(source.tensor(name), tensor) for name, tensor in meant.items())
+
+
+def test_an_export_of_fp8_weights_is_plain(folder: Path, tmp_path: Path) -> None:
+    meant = quantise(folder, block=4)
+    with HfWriter(tmp_path / "out", folder) as writer:
+        for name, tensor in meant.items():
+            writer.add(name, tensor.bfloat16())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIG
+
+
+def test_a_bias_in_fp32_leaves_the_models_dtype(folder: Path, tmp_path: Path) -> None:
+    with HfWriter(tmp_path / "out", folder) as writer:
+        writer.add("weight", torch.zeros(2, dtype=torch.float16))
+        writer.add("bias", torch.zeros(2))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.pop(GATE + "_scale_inv"), f"tensor {GATE} is in float8 and has no _scale_inv tensor beside it"),
+        (lambda t: t.update({GATE + "_scale_inv": torch.ones(2, 3)}), "_scale_inv has shape (2, 3), but its weight makes it (2, 2)"),
+        (lambda t: t.update(ghost_scale_inv=torch.ones(1, 1)), "tensor ghost_scale_inv has no matrix ghost to scale"),
+    ],
+)
+def test_damaged_scales_are_named(folder: Path, damage: Callable[[dict[str, Tensor]], Any], message: str) -> None:
+    quantise(folder, block=4)
+    rewrite(folder, damage)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        open_source(folder).tensor(GATE)

@@ -82,3 +82,10 @@ def test_both_pairs_are_inverses_and_shapes_are_foretold(layout: Layout, ranks: 
     assert {tuple(shard.shape) for shard in shards} == {layout.shard_shape(sizes, WIDE, ranks)}
     back = layout.hf_from_full(layout.unshard(shards), WIDE)
     assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
+
+
+def test_latent_sizes() -> None:
+    # 4 heads of 5, of which 2 are rotary; values of 3; keys and values compressed to 7: 7 + 2 rows down, 4 x (5 - 2 + 3) up.
+    shape = replace(WIDE, heads=4, head_dim=5, rotary=2, value_dim=3, key_rank=7)
+    assert shape.resolve(["latent_down", "latent_up", "value", "query"]) == (9, 24, 12, 20)
+    assert shape.direct_query and not replace(shape, query_rank=6).direct_query

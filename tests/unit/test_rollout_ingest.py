@@ -28,6 +28,7 @@ REPLY: dict[str, Any] = {
         "id": "r",
         "finish_reason": {"type": "stop", "matched": 21},
         "prompt_tokens": 3,
+        "num_retractions": 0,
         "output_token_logprobs": [[-0.5, 20, None], [-1.25, 21, None]],
         "weight_versions": [{"version": "3", "start": 0, "end": 2}],
         "routed_experts": base64.b64encode(ROUTES.astype("<i4").tobytes()).decode(),
@@ -58,12 +59,18 @@ def test_versions_of_each_token() -> None:
     assert t.versions.tolist() == [-1, -1, -1, 3, 4]
 
 
-def test_mixed_versions_have_no_routes() -> None:
-    """After a retraction SGLang reports the experts of the new weights for tokens of the old ones."""
+@pytest.mark.parametrize("retractions", [0, 1])
+def test_routes_of_mixed_versions(retractions: int) -> None:
+    """After a retraction SGLang reports the experts of the new weights for tokens of the old ones: only the row that the last token was
+    sampled from is of its own version. Weights updated in place leave all rows as they were."""
     reply = copy.deepcopy(REPLY)
     reply["meta_info"]["weight_versions"] = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
-    with pytest.raises(EngineError, match="several weight versions"):
-        ingest(reply, Expected(50, SHAPE, None, keep_aborted=False))
+    reply["meta_info"]["num_retractions"] = retractions
+    t = ingest(reply, Expected(50, SHAPE, None, keep_aborted=False))
+    if retractions:
+        assert t.routes_valid is not None and t.routes_valid.tolist() == [False, False, False, True]
+    else:
+        assert t.routes_valid is None
 
 
 def _set(**values: Any) -> Callable[[dict[str, Any]], None]:
@@ -78,6 +85,7 @@ def _drop(name: str) -> Callable[[dict[str, Any]], None]:
     ("change", "message"),
     [
         (_drop("routed_experts"), "--enable-return-routed-experts"),
+        (_drop("num_retractions"), "no num_retractions in the reply"),
         (_set(routed_experts=base64.b64encode(ROUTES[:3].astype("<i4").tobytes()).decode()), "expected 4 rows"),
         (_drop("output_token_logprobs"), "return_logprob"),
         (_set(output_token_logprobs=[[-0.5, 20, None]]), "1 log-probs for 2 tokens"),

@@ -24,9 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from megatron_rl.command_line import parse_config
+from megatron_rl.loop import train
 from megatron_rl.methods.catalog import METHODS
 from megatron_rl.methods.describe import label
 from megatron_rl.methods.objective import Kind
+from megatron_rl.preflight import check_config
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, PROMPTS, SAMPLES, HELD_OUT, EDGE = 20, 16, 8, 256, 4
@@ -141,11 +144,7 @@ def _common(quickstart: Path) -> list[str]:
 
 
 def run(row: Row, quickstart: Path, url: str, work: Path) -> dict[str, Any]:
-    """Trains one row.
-
-    Raises:
-        SystemExit: it failed; the message ends with its log.
-    """
+    """Trains one row, in this process."""
     folder = work / key(row).replace(" ", "_").replace("/", "_")
     shutil.rmtree(folder, ignore_errors=True)
     settings = {
@@ -153,12 +152,11 @@ def run(row: Row, quickstart: Path, url: str, work: Path) -> dict[str, Any]:
         "data.eval_size": HELD_OUT, "logging.dir": folder, "logging.tensorboard": "false", "logging.progress": "none",
         "checkpoint.export": "false", "checkpoint.save_optimizer": "false", "replay.probe_every": STEPS,
     }  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "megatron_rl", "train", *_common(quickstart)]
-    command += [x for name, value in settings.items() for x in (f"--{name}", str(value))]
-    command += [option.replace("{warm}", str(quickstart / "warm")) for option in row.options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{key(row)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    options = [x for name, value in settings.items() for x in (f"--{name}", str(value))]
+    options += [option.replace("{warm}", str(quickstart / "warm")) for option in row.options]
+    config = parse_config("methods", __doc__ or "", [*_common(quickstart), *options])
+    check_config(config)
+    train(config)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     shutil.rmtree(folder / "checkpoints")

@@ -42,11 +42,10 @@ def make_batch(
         turns = np.where(mask, (np.arange(n) > n // 2).astype(np.int32), -1).astype(np.int32)
         logp_NV = _log_softmax(rng.normal(0, SPREAD, (n, vocab)))
         order_NV = np.argsort(-logp_NV, axis=1).astype(np.int32)
-        tokens = rng.integers(0, vocab, n)
-        likely = rng.random(n) < 0.5
-        tokens = np.where(likely, order_NV[np.arange(n), rng.integers(0, 4, n)], tokens)
+        likely = order_NV[np.arange(n), rng.integers(0, 4, n)]
+        drawn = np.where(rng.random(n) < 0.5, likely, rng.integers(0, vocab, n))
         # Id 0 is the pad token. Its embedding is 0, where RMSNorm's gradient is a thousand times any other token's.
-        tokens = np.maximum(tokens, 1).astype(np.int32)
+        tokens = np.maximum(drawn, 1).astype(np.int32)
         logp, keep_ids = logp_NV[np.arange(n), tokens], None
         if keep:
             keep_ids = _keep_ids(order_NV, tokens, mask, keep, rng)

@@ -31,7 +31,7 @@ from megatron_rl.data.packing import pack  # noqa: E402
 from megatron_rl.routing.layout import Place, gathered_order  # noqa: E402
 from megatron_rl.routing.replay import RoutingReplay  # noqa: E402
 from megatron_rl.types import PackedBatch  # noqa: E402
-from tests.dist.workers.actor_parity import make_batch  # noqa: E402
+from tools.layouts.batch import make_batch  # noqa: E402
 
 
 def model_and_place(folder: Path, mesh: Mesh, parallel: ParallelConfig) -> tuple[PolicyModel, RoutingReplay, Place]:

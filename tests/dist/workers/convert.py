@@ -108,7 +108,7 @@ def mismatches(folder: Path) -> dict[str, str]:
     mesh = create_mesh(ParallelConfig())
     chunks = build(folder / "moe", ParallelConfig(), mesh)
     wrong = {
-        "architecture": {**hf, "architectures": ["LlamaForCausalLM"]},
+        "architecture": {**hf, "architectures": ["GemmaForCausalLM"]},
         "vocabulary": {**hf, "vocab_size": 4096},
         "layers": {**hf, "num_hidden_layers": 3},
         "width": {**hf, "moe_intermediate_size": 40},

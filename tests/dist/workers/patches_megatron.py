@@ -108,9 +108,11 @@ def observe_uneven() -> dict[str, Any]:
 
 
 def observe_moe() -> dict[str, Any]:
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     seen: dict[str, Any] = {
+        "latent_attention_te": multi_latent_attention.HAVE_TE,
         "te_general_gemm": repr(moe_utils.te_general_gemm),
         "splits": type(token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([1, 2]), as_numpy=True)).__name__,
         "not_splits": type(moe_utils.maybe_move_tensor_to_cpu(torch.tensor([1, 2]))).__name__,

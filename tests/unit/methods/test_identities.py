@@ -16,7 +16,7 @@ Where each of the 19 statements of papers.md 15 is tested (files of this folder 
 10  detachment                       test_invariants: only_theta_carries_a_gradient (and packs.DetachedSegments everywhere)
 11  length bias of TRM-Max           test_draws: trm_max_rejects_by_length_and_geometric_tests_do_not
 12  context parallelism, packing     tests/dist/test_segments.py: shards_equal_the_whole; test_segments; test_invariants: packing_*, tool_*
-13  ACPO-Adaptive's bins, any layout test_invariants: packing_changes_nothing; tests/dist/test_actor_parity.py: blind_to_layout
+13  ACPO-Adaptive's bins, any layout test_invariants: packing_changes_nothing; tests/dist/test_layouts.py
 14  SORL: kept + C = unclipped       test_formulas: sorl_clipped_loss_completes_the_gradient
 15  MIPU                             the pure part, verdicts and state: test_host_side mipu_*; the restore itself is actor/snapshot.py's
 16  length-triggered learning rate   test_host_side: length_lr_triggers_once_and_floors, a_growing_length_triggers_where_it_crosses

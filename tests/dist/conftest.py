@@ -1,0 +1,26 @@
+"""The runs that `test_actor_parity.py` and `test_layouts.py` share: one torchrun a number of processes for both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist import test_actor_parity
+from tools.layouts.matrix import METHODS, SPECIAL, oracle, quick
+from tools.layouts.runs import make_models, run_cases
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny policy and a reference."""
+    folder = Path(tmp_path_factory.mktemp("layouts"))
+    make_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def runs(models: Path) -> dict[str, Any]:
+    """What `tools.layouts.worker.measure` says of each case, by its name."""
+    return run_cases(models, [*map(oracle, METHODS | SPECIAL), *test_actor_parity.EQUAL, *test_actor_parity.DIFFERENT, *quick()])

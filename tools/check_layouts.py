@@ -1,0 +1,85 @@
+"""Compares every parallel layout with one process: loss, every logged statistic, gradient norm, log-probs and weights.
+
+    python tools/check_layouts.py            the full matrix
+    python tools/check_layouts.py --quick    the pairwise covering that the tests run
+
+Each case scores two ragged, packed mini-batches of a tiny mixture of experts in fp32 and takes an optimizer step on each, so that the
+second one sees theta away from old. Exit status 1 if a relative difference exceeds 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.layouts.compare import BOUND, Difference, largest
+from tools.layouts.matrix import LAYOUTS, METHODS, RECOMPUTE, SPECIAL, Case, full, oracle, quick
+from tools.layouts.runs import make_models, run_cases
+
+Row = tuple[Case, Difference]
+
+
+def chosen_cases(argv: Sequence[str] | None) -> list[Case]:
+    """What the command line asks for.
+
+    Raises:
+        SystemExit: an unknown layout, method or kind of recomputation, or nothing left.
+    """
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a pairwise covering instead of all combinations")
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="only these")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS | SPECIAL), default=list(METHODS | SPECIAL), help="only these")
+    parser.add_argument("--recompute", nargs="+", choices=list(RECOMPUTE), default=list(RECOMPUTE), help="only these")
+    options = parser.parse_args(argv)
+    cases = [
+        case
+        for case in (quick() if options.quick else full())
+        if case.layout in options.layouts and case.method in options.methods and case.recompute in options.recompute
+    ]
+    if not cases:
+        parser.error("--quick has none of these combinations; leave it out")
+    return cases
+
+
+def measured(cases: Sequence[Case]) -> Iterator[Row]:
+    """Each case with its largest difference from one process; layout by layout, as they are done."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_models(folder)
+        expected = run_cases(folder, [oracle(case.method) for case in cases])
+        for processes in sorted({case.where.processes for case in cases}):
+            mine = [case for case in cases if case.where.processes == processes]
+            yield from compared(mine, expected, run_cases(folder, mine))
+
+
+def compared(cases: Sequence[Case], expected: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Row]:
+    """Each case with its largest difference, in the order of the layouts."""
+    for case in sorted(cases, key=lambda c: (list(LAYOUTS).index(str(c.layout)), c.method)):
+        yield case, largest(expected[oracle(case.method).name], found[case.name])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    rows = list(measured(chosen_cases(argv)))
+    table = Table("layout", "method", "recompute", "largest difference", "of", box=None)
+    for case, difference in rows:
+        mark = "" if difference.size <= BOUND else "[bold red]"
+        table.add_row(case.layout, case.method, case.recompute, f"{mark}{difference.size:.1e}", difference.quantity)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    worst = max(difference.size for _, difference in rows)
+    console.print(f"{len(rows)} combinations, largest {worst:.1e}, bound {BOUND:.0e}", highlight=False)
+    return int(not worst <= BOUND)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

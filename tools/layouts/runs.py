@@ -1,0 +1,51 @@
+"""Runs many cases, in one torchrun a number of processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tools.layouts.launch import torchrun
+from tools.layouts.matrix import SECONDS_A_CASE, Case
+from tools.make_tiny_moe import TinyModel, make_tiny_moe
+
+WORKER = Path(__file__).with_name("worker.py")
+START_SECONDS = 120
+"""What the processes may take to come up on a busy machine."""
+
+
+def make_models(folder: Path) -> None:
+    """The policy, and a reference that differs from it."""
+    make_tiny_moe(folder / "model")
+    make_tiny_moe(folder / "reference", TinyModel(seed=1))
+
+
+def run_cases(folder: Path, cases: Iterable[Case], *, path: Path | None = None) -> dict[str, Any]:
+    """What `worker.measure` found, by the case's name.
+
+    Args:
+        folder: `make_models` filled it.
+        path: see `launch.torchrun`.
+
+    Raises:
+        LaunchError: a rank failed or hung.
+    """
+    found: dict[str, Any] = {}
+    ordered = list(dict.fromkeys(cases))
+    for processes in sorted({case.where.processes for case in ordered}):
+        mine = [dataclasses.asdict(case) for case in ordered if case.where.processes == processes]
+        out = folder / f"results_{processes}.json"
+        torchrun(
+            WORKER,
+            str(folder),
+            json.dumps(mine),
+            str(out),
+            processes=processes,
+            timeout=START_SECONDS + SECONDS_A_CASE * len(mine),
+            path=path,
+        )
+        found |= json.loads(out.read_text())
+    return found
