@@ -43,6 +43,7 @@ setup(
             *TASKS,
             *MATH,
         ],
+        "docs": ["matplotlib>=3.9"],  # the plots of tools/method_pages.py
         "dev": ["ruff>=0.14", "mypy>=1.18", "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "types-PyYAML"],
     },
 )

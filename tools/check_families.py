@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script,
 from tools.families.tiny import TINY, make_tiny
 from tools.layouts.launch import LaunchError, torchrun
 
-WORKER = Path(__file__).parent / "families" / "worker.py"
+WORKER = Path(__file__).parent / "families" / "through_megatron.py"
 TOLERANCE = 2e-5
 """fp32 sums in another order; logits are of order 1."""
 GRADIENT_TOLERANCE = 1e-4

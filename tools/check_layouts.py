@@ -1,6 +1,6 @@
 """Compares every parallel layout with one process: loss, every logged statistic, gradient norm, log-probs and weights.
 
-    python tools/check_layouts.py            the full matrix
+    python tools/check_layouts.py            the full matrix, 792 combinations: tens of minutes
     python tools/check_layouts.py --quick    the pairwise covering that the tests run
 
 Each case scores two ragged, packed mini-batches of a tiny mixture of experts in fp32 and takes an optimizer step on each, so that the

@@ -76,16 +76,16 @@ class PackedAttention(MegatronModule):
         """query [T, H, D], key and value [T, H_kv, D] of this rank's shard -> [T, H * D]. `packed_seq_params` are the whole pack's."""
         assert packed_seq_params is not None and attention_bias is None, "PackedAttention only takes packed (thd) sequences"
         cu_seqlens, size = packed_seq_params.cu_seqlens_q, self.context_group.size()
-        queries, keys, mask_SHQC = Slots(cu_seqlens // size), Slots(cu_seqlens), None
+        queries, keys = Slots(cu_seqlens // size), Slots(cu_seqlens)
         if size > 1:
             key, value = self._gather(key, value, cu_seqlens)
-        key_SHCD, value_SHCD = keys.unpack(key), keys.unpack(value)
-        if size > 1 or self.look_back is not None or self.softmax_offset is not None:
-            mask_SHQC = self._mask(queries, keys, cu_seqlens)[:, None]
+        key_SHCD, value_SHCD, mask_SHQC = keys.unpack(key), keys.unpack(value), None
         if self.softmax_offset is not None:
             # A key of zeros behind all others, whose logit is then what the mask adds, and whose value is zero.
             key_SHCD, value_SHCD = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key_SHCD, value_SHCD))
-            mask_SHQC = self._with_sinks(mask_SHQC, self.softmax_offset, query.dtype)
+            mask_SHQC = self._with_sinks(self._mask(queries, keys, cu_seqlens), self.softmax_offset, query.dtype)
+        elif size > 1 or self.look_back is not None:
+            mask_SHQC = self._mask(queries, keys, cu_seqlens)[:, None]
         out_SHQD = torch.nn.functional.scaled_dot_product_attention(
             queries.unpack(query),
             key_SHCD,
@@ -104,12 +104,12 @@ class PackedAttention(MegatronModule):
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
     @staticmethod
-    def _with_sinks(mask_SHQC: Tensor, sink_H: Tensor, dtype: torch.dtype) -> Tensor:
+    def _with_sinks(mask_SQC: Tensor, sink_H: Tensor, dtype: torch.dtype) -> Tensor:
         """[S, H, Q, C + 1] to add to the logits: nothing or minus infinity, and each head's sink."""
-        sequences, _, queries, _ = mask_SHQC.shape
-        added = torch.zeros(mask_SHQC.shape, dtype=dtype, device=mask_SHQC.device).masked_fill(~mask_SHQC, float("-inf"))
+        sequences, queries, _ = mask_SQC.shape
+        added_SQC = torch.zeros(mask_SQC.shape, dtype=dtype, device=mask_SQC.device).masked_fill(~mask_SQC, float("-inf"))
         sinks = sink_H.to(dtype)[None, :, None, None].expand(sequences, -1, queries, -1)
-        return torch.cat([added.expand(-1, sink_H.numel(), -1, -1), sinks], dim=-1)
+        return torch.cat([added_SQC[:, None].expand(-1, sink_H.numel(), -1, -1), sinks], dim=-1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """The sinks, divided over tensor ranks, if there are any."""

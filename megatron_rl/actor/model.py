@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl_patches.megatron_core.norm import RMSNorm
 from torch import Tensor
 
-from ..config import Config, Dtype
+from ..config import Config, Dtype, ParallelConfig
 from ..convert.families import Family
 from .attention import PackedAttention
 from .layers import BiasedExpertOutput, LatentAttention, LatentNorm, ProjectionNorm
@@ -120,38 +120,31 @@ class ValueModel(PolicyModel):
 
 
 def transformer_config(config: Config, family: Family, hf: Mapping[str, Any], how: Implementation, cuda: bool) -> TransformerConfig:
-    """Megatron's configuration: the family's numbers, the run's layout, and what the machine allows."""
-    p = config.parallel
+    """Megatron's configuration: the family's numbers, the run's layout, and what the machine allows.
+
+    Raises:
+        ValueError: config.json has something the family cannot compute, or the layout divides what Megatron cannot.
+    """
     dtype = DTYPES[config.model.dtype]
-    interleaved = p.virtual_pipeline is not None
-    moe: dict[str, Any] = {
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": how.grouped_gemm,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_permute_fusion": how.fused,
-        "expert_model_parallel_size": p.expert,
-        "expert_tensor_parallel_size": p.expert_tensor_size,
-    }
-    of_model = family.transformer_config(hf)
-    latent = of_model.get("multi_latent_attention", False)
-    biased_experts = of_model["add_bias_linear"] and family.moe
-    if biased_experts and p.expert_tensor_size > 1:
+    model, attributes = family.transformer_config(hf), family.config_attributes(hf)
+    latent = model.get("multi_latent_attention", False)
+    biased_experts = model["add_bias_linear"] and family.moe
+    if biased_experts and (divided := config.parallel.expert_tensor_size) > 1:
         raise ValueError(
-            f"parallel.expert_tensor: {p.expert_tensor_size} must be 1 for {family.name}, whose experts have biases; set parallel.expert "
-            "above 1 with parallel.expert_tensor 1, or parallel.tensor to 1"
+            f"parallel.expert_tensor: {divided} must be 1 for {family.name}, whose experts have biases; set parallel.expert above 1, "
+            "or parallel.tensor to 1"
         )
     kind = MLATransformerConfig if latent else TransformerConfig
     built = kind(
-        **of_model,
-        **moe,
+        **model,
+        **_layout(config.parallel),
         **RECOMPUTE[config.model.recompute],
-        tensor_model_parallel_size=p.tensor,
-        sequence_parallel=p.tensor > 1,
-        pipeline_model_parallel_size=p.pipeline,
-        virtual_pipeline_model_parallel_size=p.virtual_pipeline,
-        context_parallel_size=p.context,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=how.grouped_gemm,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_permute_fusion=how.fused,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -163,20 +156,34 @@ def transformer_config(config: Config, family: Family, hf: Mapping[str, Any], ho
         hidden_dropout=0.0,
         attention_dropout=0.0,
         calculate_per_token_loss=True,
-        # Batched p2p with an interleaved schedule gives silently wrong losses on gloo.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
         bias_activation_fusion=how.fused,
         bias_dropout_fusion=how.fused and not biased_experts,
         masked_softmax_fusion=how.fused,
-        apply_rope_fusion=how.fused and not latent,
+        # The fused kernel for packed sequences knows nothing of YaRN's factor, nor of latent attention.
+        apply_rope_fusion=how.fused and not latent and not attributes,
         gradient_accumulation_fusion=False,
         persist_layer_norm=how.layers == "transformer_engine",
         attention_softmax_in_fp32=True,
     )
-    for name, value in family.config_attributes(hf).items():
+    for name, value in attributes.items():
         setattr(built, name, value)
     return built
+
+
+def _layout(p: ParallelConfig) -> dict[str, Any]:
+    interleaved = p.virtual_pipeline is not None
+    return {
+        "tensor_model_parallel_size": p.tensor,
+        "sequence_parallel": p.tensor > 1,
+        "pipeline_model_parallel_size": p.pipeline,
+        "virtual_pipeline_model_parallel_size": p.virtual_pipeline,
+        "context_parallel_size": p.context,
+        "expert_model_parallel_size": p.expert,
+        "expert_tensor_parallel_size": p.expert_tensor_size,
+        # Batched p2p with an interleaved schedule gives silently wrong losses on gloo.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
 
 
 def layer_specs(config: TransformerConfig, family: Family, how: Implementation, vp_stage: int | None) -> TransformerBlockSubmodules:

@@ -89,16 +89,18 @@ def _of_reach(stack: Stack) -> Iterator[str]:
     allowed = REACHES.get(objective.unit, (reach,))
     if reach not in allowed:
         yield (
-            f"methods: dvp's reach {reach!r} leaves tokens whose weight is 0, because the ratio of {objective.name} is per {objective.unit}; "
-            f"set it to {' or '.join(allowed)}"
+            f"methods: dvp's reach {reach!r} leaves tokens whose weight is 0, because the ratio of {objective.name} is per "
+            f"{objective.unit}; set it to {' or '.join(allowed)}"
         )
 
 
 def _of_vocabulary(facts: ModelFacts, stack: Stack) -> Iterator[str]:
     """A sum over the whole vocabulary needs all its log-probs of every token."""
     for part in stack.parts:
-        asks = part.needs & {"behaviour_top_k", "old_top_k"} and part.method.candidates
-        if asks and part.method.candidates(part.config) == WHOLE_VOCABULARY and facts.vocab_size > EXACT_VOCABULARY:
+        count = part.method.candidates
+        if count is None or not part.needs & {"behaviour_top_k", "old_top_k"}:
+            continue
+        if count(part.config) == WHOLE_VOCABULARY and facts.vocab_size > EXACT_VOCABULARY:
             yield (
                 f"corrections: {part.method.name!r} with source exact asks for all {facts.vocab_size} log-probs of every token, and "
                 f"{EXACT_VOCABULARY} is the most that can be carried; set source to top_k, a lower bound, or sampled"

@@ -57,6 +57,8 @@ def answer(
 ) -> tuple[Trajectory, RouteRows | None]:
     """The checked trajectory of one reply, without routes, and the routes of its tokens from `start` on.
 
+    An answer that was aborted before the server began has neither tokens nor routes.
+
     Raises:
         EngineError: as `trajectory`.
     """
@@ -72,6 +74,8 @@ def answer(
     if reason == "abort" and not expected.keep_aborted:
         fail(f"the server aborted it: {finish.get('message', 'no reason given')}; nothing may pause, update or abort while a step samples")
     output = np.asarray(reply["output_ids"], dtype=np.int64)
+    if reason == "abort" and not output.size and meta.get("prompt_tokens") is None:
+        return _unstarted(prompt, group), None
     if output.size == 0 and reason != "abort":
         fail("no token was sampled")
     if output.size and (output.min() < 0 or output.max() >= expected.vocab_size):
@@ -109,6 +113,24 @@ def answer(
         kept_mass=None if policy.kept_mass is None else _from(head, policy.kept_mass, np.nan),
     )
     return plain, rows
+
+
+def _unstarted(prompt: Prompt, group: str) -> Trajectory:
+    """Of a request that was aborted while it waited: SGLang says nothing of it, not even the routes of its prompt."""
+    n = len(prompt.tokens)
+    nothing = np.full(n, -1, dtype=np.int32)
+    return Trajectory(
+        prompt=prompt,
+        group=group,
+        tokens=np.asarray(prompt.tokens, dtype=np.int32),
+        loss_mask=np.zeros(n, dtype=bool),
+        behaviour_logp=np.full(n, np.nan, dtype=np.float32),
+        versions=nothing,
+        turns=nothing,
+        routes=None,
+        finish_reason="abort",
+        text="",
+    )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def request_for(before: Trajectory, given: NDArray[np.int32] | None = None) -> P
 
 def rows_known(before: Trajectory) -> int:
     """Rows of routes that need not be sent again: all but that of the last token, which nothing was sampled from yet."""
-    return len(before.tokens) - 1
+    return 0 if before.routes is None else len(before.routes)
 
 
 def continued(before: Trajectory, after: Trajectory, rows: RouteRows | None) -> Trajectory:
@@ -39,6 +39,8 @@ def continued(before: Trajectory, after: Trajectory, rows: RouteRows | None) -> 
     """
     n = len(before.tokens)
     assert np.array_equal(after.tokens[:n], before.tokens), "the answer is not to request_for(before)"
+    if not before.response_tokens and before.routes is None:  # the first request never began
+        return with_routes(dataclasses.replace(after, prompt=before.prompt, group=before.group), rows)
     given = len(after.prompt.tokens) - n
     turn = int(before.turns.max()) + (given > 0 and before.response_tokens > 0)
 

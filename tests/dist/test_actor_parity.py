@@ -16,6 +16,8 @@ from tools.layouts.launch import ROOT
 from tools.layouts.matrix import Case, oracle
 from tools.layouts.runs import run_cases
 
+pytestmark = pytest.mark.timeout(900)  # as in test_layouts.py
+
 ONE = oracle("grpo")
 EQUAL = [
     Case("grpo", budget=32),

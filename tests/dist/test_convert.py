@@ -15,6 +15,9 @@ import torch
 from launch import torchrun
 from safetensors.torch import save_file
 
+from tools.check_families import GRADIENT_TOLERANCE, TOLERANCE, Row, cases, check
+from tools.families.tiny import TINY
+
 pytestmark = pytest.mark.dist
 
 SIZES = {
@@ -123,3 +126,21 @@ def test_distributed_checkpoints_come_back_under_another_layout(seen: dict[int, 
 )
 def test_a_model_built_for_another_config_is_refused(seen: dict[int, dict[str, Any]], name: str, message: str) -> None:
     assert message in seen[1]["mismatches"][name]
+
+
+FAMILIES = [*cases(list(TINY), ["TP2 EP2"]), ("deepseek-v3", "PP2"), ("gpt-oss", "PP2")]
+"""Two processes, started once; dense families divide tensors only. tools/check_families.py has every layout."""
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row]:
+    """Each family's tiny model through Megatron, beside transformers."""
+    rows = check(FAMILIES, tmp_path_factory.mktemp("families"), timeout=280)
+    return {(row.family, row.layout): row for row in rows}
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=" ".join)
+def test_every_family_is_exact_and_computes_what_transformers_does(families: dict[tuple[str, str], Row], case: tuple[str, str]) -> None:
+    row = families[case]
+    assert row.different == ()
+    assert row.max_logit_diff <= TOLERANCE and row.max_gradient_diff <= GRADIENT_TOLERANCE

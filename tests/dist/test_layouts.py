@@ -13,6 +13,9 @@ import pytest
 from tools.layouts.compare import BOUND, largest, relative
 from tools.layouts.matrix import LAYOUTS, METHODS, RECOMPUTE, SPECIAL, Case, oracle, quick
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all runs: 2 minutes on two idle cores
+
+CASES = quick()
 DECISIVE = {
     "grpo": "grpo/clip_share_high", "ppo": "ppo/clip_share_low", "minpro": "minpro/clip_share_high", "ctpo": "ctpo/clip_share_low",
     "cppo": "cppo/masked_share", "gspo": "gspo/clip_share_high", "gmpo": "gmpo/clip_share", "trm": "trm/kept_share",
@@ -23,7 +26,7 @@ DECISIVE = {
 """The share of tokens on which a method does what it is for."""
 
 
-@pytest.mark.parametrize("case", quick(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_layout_equals_one_process(runs: dict[str, Any], case: Case) -> None:
     expected, found = runs[oracle(case.method).name], runs[case.name]
     difference = largest(expected, found)
@@ -65,12 +68,12 @@ def test_the_covering_covers() -> None:
         return frozenset().union(*(case.where.traits for case in cases))
 
     for method in METHODS:
-        assert met([c for c in quick() if c.method == method]) >= traits - {"expert_tensor"}, method
+        assert met([c for c in CASES if c.method == method]) >= traits - {"expert_tensor"}, method
     for kind in RECOMPUTE:
-        assert met([c for c in quick() if c.recompute == kind]) >= traits - {"expert_tensor"}, kind
+        assert met([c for c in CASES if c.recompute == kind]) >= traits - {"expert_tensor"}, kind
     for method in SPECIAL:
-        assert {"TP2xEP2", "CP2"} <= {c.layout for c in quick() if c.method == method}
-    assert {c.layout for c in quick()} == set(LAYOUTS)
+        assert {"TP2xEP2", "CP2"} <= {c.layout for c in CASES if c.method == method}
+    assert {c.layout for c in CASES} == set(LAYOUTS)
 
 
 def test_a_missing_statistic_differs() -> None:

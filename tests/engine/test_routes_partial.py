@@ -89,6 +89,8 @@ def test_what_was_cut_off_is_gone_on_with(engine: Fleet) -> None:
     cut = [t for t in interrupted(engine, 3) if t.finish_reason == "abort"]
     assert cut
     for t in cut:
+        if not t.response_tokens:
+            continue  # it may still have waited in the queue, of which the server says nothing
         assert t.routes is not None and t.routes_valid is None
         np.testing.assert_array_equal(t.routes, in_one_request(engine, t.tokens))
     more = Sampling(temperature=1.0, max_new_tokens=max(t.response_tokens for t in cut) + 8)

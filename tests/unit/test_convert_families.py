@@ -232,6 +232,61 @@ OLMOE = {**LLAMA, "architectures": ["OlmoeForCausalLM"], "num_experts": 64, "num
 OLMOE.pop("mlp_bias")
 
 
+# openai/gpt-oss-20b's config.json with its weights in bfloat16.
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
+
+
+def test_gpt_oss() -> None:
+    family = family_for(GPT_OSS)
+    config = family.transformer_config(GPT_OSS)
+    assert config["window_size"] == (127, 0)  # a query and the 127 positions before it
+    assert config["window_attn_skip_freq"] == [1, 0] * 12
+    assert config["moe_router_pre_softmax"] is False and config["add_bias_linear"]
+    assert family.gpt_model(GPT_OSS)["position_embedding_type"] == "yarn"
+    assert family.config_attributes(GPT_OSS)["yarn_correction_range_round_to_int"] is False
+    # embedding, norm, head; each layer: norm, weights and biases of qkv and of the projection, sinks; norm, router and bias; 4 an expert.
+    assert sum(1 for _ in family.slots(family.shape(GPT_OSS))) == 3 + 24 * (6 + 3 + 32 * 4)
+
+
 def test_llama_3_scaling_is_megatrons_where_its_constants_are() -> None:
     hf = LLAMA | {"rope_scaling": {"rope_type": "llama3", **LLAMA3_ROPE}}
     assert family_for(hf).gpt_model(hf)["rope_scaling"] is True
@@ -251,6 +306,9 @@ def test_llama_3_scaling_is_megatrons_where_its_constants_are() -> None:
             "rope parameter high_freq_factor = 8.0 is not supported; Megatron has 4.0 built in",
         ),
         (LLAMA | {"rope_scaling": {"type": "linear"}}, "rope parameters ['factor'] are missing; linear scaling needs them"),
+        (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method 'mxfp4' is not supported; only block-scaled fp8"),
+        (GPT_OSS | {"swiglu_alpha": 2.0}, "swiglu_alpha = 2.0 is not supported for GPT-OSS; only 1.702"),
+        (GPT_OSS | {"layer_types": ["chunked_attention"]}, "layer_types holds 'chunked_attention'; only 'full_attention' or 'sliding_att"),
         (OLMOE | {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported for OLMoE"),
         (DEEPSEEK_V3 | {"num_nextn_predict_layers": 1}, "only 0 or None; set it to 0 to leave the layers of multi-token prediction out"),
         (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported for DeepSeek-V3; only 'sigmoid'"),

@@ -8,7 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl.convert.layouts import COLUMN, GATE_UP, QKV, REPLICATED, ROW, VOCAB, Layout, ModelShape, Shape
+from megatron_rl.convert.layouts import (
+    ALTERNATING_GATE_UP,
+    COLUMN,
+    GATE_UP,
+    QKV,
+    REPLICATED,
+    ROW,
+    TRANSPOSED_ROW,
+    VOCAB,
+    Layout,
+    ModelShape,
+    Shape,
+)
 
 SHAPE = ModelShape(
     layers=3,
@@ -32,7 +44,10 @@ TENSORS: dict[str, list[Shape]] = {
     "vocab": [(509, 12)],
     "qkv": [(80, 12), (40, 12), (40, 12)],
     "gate-up": [(24, 12), (24, 12)],
+    "alternating-gate-up": [(12, 48)],
+    "transposed-row": [(24, 12)],
 }
+LAYOUTS = [REPLICATED, COLUMN, ROW, VOCAB, QKV, GATE_UP, ALTERNATING_GATE_UP, TRANSPOSED_ROW]
 
 
 def counted(*shape: int, start: int = 0) -> Tensor:
@@ -55,6 +70,16 @@ def test_gate_up_shards_each_half() -> None:
     assert [GATE_UP.shard(full, 2, i).flatten().tolist() for i in (0, 1)] == [[0, 1, 10, 11], [2, 3, 12, 13]]
 
 
+def test_alternating_gate_up_comes_apart_and_is_transposed() -> None:
+    # Two inputs (rows 0 and 10), columns gate 0, up 0, gate 1, up 1.
+    tensor = torch.tensor([[0, 1, 2, 3], [10, 11, 12, 13]])
+    full = ALTERNATING_GATE_UP.full_from_hf([tensor], SHAPE)
+    assert full.tolist() == [[0, 10], [2, 12], [1, 11], [3, 13]]
+    assert ALTERNATING_GATE_UP.shard(full, 2, 1).tolist() == [[2, 12], [3, 13]]
+    (back,) = ALTERNATING_GATE_UP.hf_from_full(torch.tensor([0, 2, 1, 3]), SHAPE)  # a bias
+    assert back.tolist() == [0, 1, 2, 3]
+
+
 def test_vocab_pads_with_zero_rows_and_drops_them() -> None:
     full = VOCAB.full_from_hf([counted(5, 3, start=1)], SHAPE)
     assert full.shape == (8, 3)
@@ -72,7 +97,7 @@ def test_row_divides_columns_and_column_divides_rows() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("layout", [REPLICATED, COLUMN, ROW, VOCAB, QKV, GATE_UP], ids=lambda layout: layout.kind)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)
 def test_both_pairs_are_inverses_and_shapes_are_foretold(layout: Layout, ranks: int) -> None:
     sizes = TENSORS[layout.kind]
     tensors = [counted(*size, start=100_000 * i) for i, size in enumerate(sizes)]

@@ -24,7 +24,9 @@ LEVELS: tuple[frozenset[str], ...] = (
 """Rooms and top-level modules, lowest first; each imports lower ones only, and itself."""
 SIDEWAYS = {
     ("preflight", "command_line"): "raises its UserError",
-    ("actor.actor", "convert"): "loads and exports Hugging Face weights",
+    ("actor.base", "convert"): "loads Hugging Face weights",
+    ("actor.actor", "convert"): "exports Hugging Face weights",
+    ("actor.critic", "convert"): "names the family it is built from",
     ("actor.model", "convert"): "takes TransformerConfig arguments from the family's table",
     ("actor.balance", "data"): "knows what a sequence costs",
     ("actor.feed", "data"): "packs the leader's batch",

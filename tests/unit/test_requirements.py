@@ -157,9 +157,8 @@ def test_pruning_by_the_trainer_alone_reaches_as_far_as_the_ratio(objective: str
     def fields(reach: str) -> dict[str, Any]:
         return {"objective": ObjectiveConfig(objective), "methods": one("dvp", support="unpruned", reach=reach)}
 
-    assert refusal(**fields(reach)) == (
-        f"methods: dvp's reach {reach!r} leaves tokens whose weight is 0, because the ratio of {objective} is per {unit}; set it to {remedy}"
-    )
+    message = f"methods: dvp's reach {reach!r} leaves tokens whose weight is 0, because the ratio of {objective} is per {unit}; "
+    assert refusal(**fields(reach)) == f"{message}set it to {remedy}"
     configured(Config(**fields("sequence")), MOE)
 
 

@@ -117,3 +117,13 @@ def test_abort_can_be_kept() -> None:
     reply["meta_info"]["finish_reason"] = {"type": "abort", "message": "paused"}
     t = ingest(reply, Expected(50, SHAPE, 3, keep_aborted=True))
     assert t.finish_reason == "abort" and t.response_tokens == 2
+
+
+def test_an_abort_in_the_queue_says_nothing_but_that() -> None:
+    """What SGLang 0.5.23 replies for a request that it had not begun."""
+    meta = {"id": "r", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}, "weight_version": "3"}
+    reply = {"text": "", "output_ids": [], "meta_info": meta}
+    t = ingest(reply, Expected(50, SHAPE, 3, keep_aborted=True))
+    assert (t.response_tokens, t.routes, t.finish_reason, t.tokens.tolist()) == (0, None, "abort", [10, 11, 12])
+    with pytest.raises(EngineError, match="the server aborted it: Abort in waiting queue"):
+        ingest(reply)

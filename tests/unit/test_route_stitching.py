@@ -122,6 +122,15 @@ def test_an_answer_cut_off_before_its_first_token() -> None:
     assert whole.turns.tolist() == [-1, -1, -1, 0, 0]
 
 
+def test_an_answer_that_never_began() -> None:
+    """Aborted in the queue: no routes are known, so all are asked for."""
+    before = answer(PROMPT, [], 5)
+    assert rows_known(before) == 0
+    whole = continued(before, answer(request_for(before), [10, 11], 5, "stop", wide=2), part(0, 4))
+    np.testing.assert_array_equal(whole.routes, part(0, 4).routes)  # type: ignore[arg-type]
+    assert whole.prompt is PROMPT and whole.candidates is not None
+
+
 def test_parts_that_say_different_things_are_refused() -> None:
     before = routed(answer(PROMPT, [10], 5), part(0, 3))
     asked = request_for(before)

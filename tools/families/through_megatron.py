@@ -1,6 +1,6 @@
 """Run by torchrun: loads tiny checkpoints under each layout asked for, exports them again, scores tokens and takes gradients.
 
-usage: worker.py FOLDER OUT.json '[["qwen2-moe", {"tensor": 2}], ...]'      FOLDER holds one checkpoint of `tiny` a subfolder
+usage: through_megatron.py FOLDER OUT.json '[["qwen2-moe", {"tensor": 2}], ...]'      FOLDER holds one checkpoint of `tiny` a subfolder
 """
 
 from __future__ import annotations
