@@ -22,6 +22,7 @@ from .methods.objective import Denominators
 from .methods.value_loss import explained_variance
 from .rewards.verifiers import score_all
 from .rollout.collector import collect
+from .routing import agreement
 from .routing.replay import Mode
 from .run import SCORING, TRAINING, Run, write_json
 from .types import Batch, PackedBatch, Prompt, Trajectory, as_metric
@@ -74,12 +75,23 @@ def probe(run: Run, feed: Feed, step: int) -> dict[str, float]:
     if not every or step % every or not run.wants_routes:
         return {}
     batches = feed.micro_batches[: run.actor.micro_batch_multiple]
-    metrics = Metrics()
-    live = run.actor.score(batches, "observe")
-    metrics.merge(_routing_metrics(feed, live, run.actor.moe_layers)).merge(_mismatch(batches, live, "live"))
-    replayed = run.actor.score(batches, "replay")
+    live, replayed = run.actor.score(batches, "observe"), run.actor.score(batches, "replay")
+    metrics = _token_shares(batches, live, run.actor.moe_layers).merge(_mismatch(batches, live, "live"))
     values = reduce(run.mesh, metrics.merge(_mismatch(batches, replayed, "replay")))
-    return values | _bounds(run, batches, replayed)
+    return values | _agreement(run, batches, live) | _bounds(run, batches, replayed)
+
+
+def _agreement(run: Run, batches: Sequence[PackedBatch], live: Scored) -> dict[str, float]:
+    """The trainer's own routes against the engine's, layer by layer, and what a flipped route does to the log-ratio."""
+    layers: dict[int, agreement.LayerCounts] = {}
+    for part in run.mesh.gather(live.agreement):
+        for depth, counts in part.items():
+            layers[depth] = counts + layers[depth] if depth in layers else counts
+    gaps = [s.logp_T.cpu() - b.behaviour_logp_T for b, s in zip(batches, live.stats, strict=False)]
+    flips = sequences(run.mesh, batches, [x.float() for x in live.differing] if live.stats else [])
+    log_ratios = sequences(run.mesh, batches, gaps)
+    joined = agreement.by_flips([torch.from_numpy(x) for x in flips], [torch.from_numpy(x) for x in log_ratios])
+    return agreement.summary(layers) | joined
 
 
 def _bounds(run: Run, batches: Sequence[PackedBatch], scored: Scored) -> dict[str, float]:
@@ -98,16 +110,17 @@ def _mismatch(batches: Sequence[PackedBatch], scored: Scored, suffix: str) -> Me
     return metrics
 
 
-def _routing_metrics(feed: Feed, scored: Scored, moe_layers: int) -> Metrics:
-    """How many tokens (and token-layers) the trainer would route otherwise than the engine did; padding left out."""
+def _token_shares(batches: Sequence[PackedBatch], scored: Scored, moe_layers: int) -> Metrics:
+    """How many tokens (and token-layers) the trainer would route otherwise than the engine did, and where first; padding left out."""
     metrics = Metrics()
-    for batch, differing_T in zip(feed.micro_batches, scored.differing, strict=False):
+    for batch, differing_T, first_T in zip(batches, scored.differing, scored.first, strict=True):
         real_T = batch.sequence_T < int((batch.sample_S >= 0).sum())
-        count = real_T.sum()
+        differs_T = real_T & (differing_T > 0)
         metrics.add(
             {
-                "routing/token_mismatch_share": as_metric((real_T & (differing_T > 0)).sum(), count),
-                "routing/layer_mismatch_share": as_metric(torch.where(real_T, differing_T, 0).sum(), count * moe_layers),
+                "routing/token_mismatch_share": as_metric(differs_T.sum(), real_T.sum()),
+                "routing/layer_mismatch_share": as_metric(torch.where(real_T, differing_T, 0).sum(), real_T.sum() * moe_layers),
+                "routing/first_divergent_layer": as_metric(torch.where(differs_T, first_T, 0).sum(), differs_T.sum()),
             }
         )
     return metrics

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from ..convert.hf import HfWriter
 from ..methods.objective import Denominators, Tokens, TopK
 from ..methods.stack import Stack
 from ..methods.uniform import token_uniforms
+from ..routing.agreement import NEVER, LayerCounts
 from ..routing.replay import Mode
 from ..types import PackedBatch, RouterScores, TokenStats
 from .base import ONE_TOKEN, MegatronModel, Update
@@ -42,6 +44,10 @@ class Scored:
     """Where asked for: this rank's experts and their scores."""
     differing: list[Tensor] = field(default_factory=list)
     """routing="observe": int32 [T] number of layers, over the whole model, whose live experts differ from the given ones."""
+    first: list[Tensor] = field(default_factory=list)
+    """routing="observe": int32 [T] number of the shallowest such layer; `agreement.NEVER` where there is none."""
+    agreement: dict[int, LayerCounts] = field(default_factory=dict)
+    """routing="observe": depth among the MoE layers -> this rank's counts over its own rows."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +156,13 @@ class Actor(MegatronModel):
             top_k: also the likeliest K tokens at each position.
             router_scores: also the routers' log-scores of the experts they chose.
         """
+        observed = batches if routing == "observe" else ()
         stats, session = self.score_each(
-            batches, routing, lambda _, b, hidden: self._stats(hidden, b, entropy=entropy, top_k=top_k), keep_scores=router_scores
+            batches,
+            routing,
+            lambda _, b, hidden: self._stats(hidden, b, entropy=entropy, top_k=top_k),
+            keep_scores=router_scores,
+            real_rows=[self.own_rows(b) for b in observed],
         )
         layers = self.replay.layer_numbers
 
@@ -162,7 +173,9 @@ class Actor(MegatronModel):
             stats,
             stacked(session.recorded) if routing == "record" else [],
             [RouterScores(*pair) for pair in zip(stacked(session.chosen), stacked(session.scores), strict=True)] if router_scores else [],
-            [self.join(session.differing.get(i), b, torch.int32) for i, b in enumerate(batches)] if routing == "observe" else [],
+            [self.join(session.differing.get(i), b, torch.int32) for i, b in enumerate(observed)],
+            [self.join(session.first.get(i), b, torch.int32, dist.ReduceOp.MIN, NEVER) for i, b in enumerate(observed)],
+            {self.place.layers[layers.index(n)]: counts for n, counts in session.agreement.items()},
         )
 
     def router_shift(self, batches: Sequence[PackedBatch], routing: Mode) -> list[Tensor]:

@@ -162,14 +162,24 @@ class MegatronModel:
         results, opened = self.run(batches, routing, lambda i, batch, hidden: (i, head(i, batch, hidden)), train=False, **session)
         return [answer for _, answer in sorted(results, key=lambda pair: pair[0])], opened
 
-    def join(self, local: Tensor | None, batch: PackedBatch, dtype: torch.dtype) -> Tensor:
-        """Each rank's numbers for its own positions and layers, summed over the replica: [T], in the dtype asked for."""
+    def own_rows(self, batch: PackedBatch) -> Tensor:
+        """bool, which of the rows that pass this rank's routers are no padding."""
+        real_T = batch.sequence_T < int((batch.sample_S >= 0).sum())
+        return real_T.chunk(self.place.tensor_size)[self.place.tensor_rank]
+
+    def join(self, local: Tensor | None, batch: PackedBatch, dtype: torch.dtype, op: Any = dist.ReduceOp.SUM, empty: float = 0) -> Tensor:
+        """Each rank's numbers for its own positions and layers, reduced over the replica: [T], in the dtype asked for.
+
+        Args:
+            local: [rows] in the order in which tokens pass this rank's routers; None where it has none.
+            empty: what a rank says of positions that are not its own.
+        """
         length = int(batch.cu_seqlens[-1])
-        total_T = torch.zeros(length, dtype=dtype)
+        total_T = torch.full((length,), empty, dtype=dtype)
         if local is not None:
             total_T[local_positions(batch.cu_seqlens, length, self.place)] = local.to(dtype).cpu()
         if len(self.mesh.replica_ranks) > 1:
-            dist.all_reduce(total_T, group=self.mesh.replica_group)
+            dist.all_reduce(total_T, op=op, group=self.mesh.replica_group)
         return total_T[context_positions(batch.cu_seqlens, self.mesh.context_rank, self.mesh.context_size)]
 
     # -- training ----------------------------------------------------------------------------------------------------------------

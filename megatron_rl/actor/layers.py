@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as ps
-from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,29 +20,19 @@ LATENT_EPS = 1e-6
 """What DeepSeek's and transformers' code add in the norms of latent attention, whatever rms_norm_eps says."""
 
 
-class LatentNorm(RMSNorm):
-    """The norm of compressed queries, or of compressed keys and values."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = LATENT_EPS, **options: Any) -> None:
-        super().__init__(config, hidden_size, eps=LATENT_EPS, **options)
-
-
 class ProjectionNorm(MegatronModule):
     """RMS norm of queries or keys over all heads together (OLMoE), which tensor-parallel ranks divide.
 
-    Megatron's own norms see one head at a time. Its name ends in `layernorm`, and with `qk_layernorm` Megatron would sum its gradient
-    over tensor ranks, each of which holds another part: leave that off in the config.
-
-    Args:
-        hidden_size: of one head.
-        heads: the config's field with the number of heads.
+    Megatron's own norms see one head at a time.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: str) -> None:
+    def __init__(self, config: TransformerConfig, heads: int) -> None:
         super().__init__(config)
+        # With it Megatron would sum the gradient of everything called q_layernorm over tensor ranks, each of which has another part.
         assert not config.qk_layernorm
-        self.width = getattr(config, heads) * hidden_size
-        self.eps = eps
+        assert config.kv_channels is not None
+        self.width = heads * config.kv_channels
+        self.eps = config.layernorm_epsilon
         self.weight = torch.nn.Parameter(torch.ones(self.width // ps.get_tensor_model_parallel_world_size(), dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
@@ -75,27 +66,46 @@ class SequenceLinear(MegatronModule):
         return torch.nn.functional.linear(x, self.weight), None
 
 
-class LatentAttention(MLASelfAttention):
-    """Multi-head latent attention whose down-projections are not divided over tensor ranks, as in Transformer Engine's spec.
+class ProjectionNormAttention(SelfAttention):
+    """Attention with `ProjectionNorm`s, which go in afterwards: Megatron takes norms of a spec only together with `qk_layernorm`."""
 
-    Megatron's local spec divides them and gathers their output. The rotary key among it then goes into each rank's own heads, but
-    the gather's backward keeps each rank's own gradient instead of the sum: silently wrong with tensor parallelism.
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        assert config.num_query_groups is not None
+        self.q_layernorm = ProjectionNorm(config, config.num_attention_heads)
+        self.k_layernorm = ProjectionNorm(config, config.num_query_groups)
+
+
+class LatentAttention(MLASelfAttention):
+    """Multi-head latent attention with norms of their own epsilon, and down-projections that tensor ranks do not divide.
+
+    Transformer Engine's spec does not divide them either. Megatron's local one does and gathers their output. The rotary key among it
+    then goes into each rank's own heads, but the gather's backward keeps each rank's own gradient instead of the sum: silently wrong
+    with tensor parallelism.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.linear_kv_down_proj = SequenceLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim, config.hidden_size)
+        self.linear_kv_down_proj: Any
+        self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, eps=LATENT_EPS)
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = SequenceLinear(config, config.q_lora_rank, config.hidden_size)
+            self.q_layernorm = RMSNorm(config, config.q_lora_rank, eps=LATENT_EPS)
+        if isinstance(self.linear_kv_down_proj, ColumnParallelLinear):
+            self.linear_kv_down_proj = SequenceLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim, config.hidden_size)
+            if config.q_lora_rank is not None:
+                self.linear_q_down_proj = SequenceLinear(config, config.q_lora_rank, config.hidden_size)
 
 
-class BiasedExpertOutput(RowParallelLinear):
-    """An expert's second layer where it has a bias.
+def repair_expert_bias(layer: RowParallelLinear) -> None:
+    """Makes an expert's second layer with a bias trainable and its gradient right.
 
-    Megatron adds that bias to the output in place, which autograd refuses where the reduction over a single rank handed its input on.
+    Megatron marks the bias for a sum over tensor ranks, which hold different experts; and adds it to the output in place, which
+    autograd refuses where a reduction over a single rank handed its input on.
     """
+    layer.bias.sequence_parallel = False
+    layer.register_forward_hook(_own_output)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What RowParallelLinear returns, the output in memory of its own."""
-        output, bias = super().forward(input_)
-        return output.clone(), bias
+
+def _own_output(layer: torch.nn.Module, inputs: Any, result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    output, bias = result
+    return output.clone(), bias

@@ -14,7 +14,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron_rl_patches.megatron_core.norm import RMSNorm
@@ -23,7 +22,7 @@ from torch import Tensor
 from ..config import Config, Dtype, ParallelConfig
 from ..convert.families import Family
 from .attention import PackedAttention
-from .layers import BiasedExpertOutput, LatentAttention, LatentNorm, ProjectionNorm
+from .layers import LatentAttention, ProjectionNormAttention, repair_expert_bias
 from .parallel import Mesh
 
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -196,20 +195,15 @@ def layer_specs(config: TransformerConfig, family: Family, how: Implementation, 
     for layer in {id(spec): spec.submodules for spec in block.layer_specs}.values():
         attention = layer.self_attention.submodules
         if config.multi_latent_attention:
-            attention.q_layernorm = attention.kv_layernorm = LatentNorm
+            layer.self_attention.module = LatentAttention
         if family.head_norm == "projection":
-            attention.q_layernorm = ModuleSpec(ProjectionNorm, params={"heads": "num_attention_heads"})
-            attention.k_layernorm = ModuleSpec(ProjectionNorm, params={"heads": "num_query_groups"})
+            layer.self_attention.module = ProjectionNormAttention
         if engine:
             continue
         attention.core_attention = PackedAttention
         layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-        if config.multi_latent_attention:
-            layer.self_attention.module = LatentAttention
         if family.head_norm == "head":
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if config.add_bias_linear and family.moe:
-            layer.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertOutput
     if not engine:
         block.layer_norm = RMSNorm
     return block
@@ -237,6 +231,5 @@ def build_chunks(
         if isinstance(module, TopKRouter):
             module._maintain_float32_expert_bias()
         if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
-            # Marked, Megatron would sum its gradient over tensor ranks, which hold different experts.
-            module.bias.sequence_parallel = False
+            repair_expert_bias(module)
     return core, chunks

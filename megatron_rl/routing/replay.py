@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..types import RouterScores
+from .agreement import NEVER, LayerCounts, compare
 from .layout import LIVE
 
 Mode = Literal["live", "record", "replay", "observe"]
@@ -50,8 +51,15 @@ class Session:
     chosen: dict[Key, Tensor] = field(default_factory=dict)
     """keep_scores: the experts in use, and in `scores` the natural log of their normalised router scores."""
     scores: dict[Key, Tensor] = field(default_factory=dict)
+    real_rows: Sequence[Tensor] = ()
+    """mode observe: for each micro-batch, bool [rows], False in padding."""
     differing: dict[int, Tensor] = field(default_factory=dict)
-    """mode observe: micro-batch -> layers of this rank that would route each token otherwise than given; rows of LIVE count none."""
+    """mode observe: micro-batch -> layers of this rank that would route each token otherwise than given; padding and rows of LIVE count
+    none."""
+    first: dict[int, Tensor] = field(default_factory=dict)
+    """mode observe: micro-batch -> number of the shallowest of this rank's layers that would; `agreement.NEVER` where none."""
+    agreement: dict[int, LayerCounts] = field(default_factory=dict)
+    """mode observe: layer number -> counts over all micro-batches."""
     shift: dict[int, Tensor] = field(default_factory=dict)
     """Micro-batch -> sum over this rank's layers of the mean |log score now / before| over the experts of the earlier pass."""
     order: dict[int, list[int]] = field(default_factory=dict)
@@ -128,6 +136,7 @@ class RoutingReplay:
         micro_batches: int,
         keep_scores: bool = False,
         compare_with: Sequence[RouterScores | None] = (),
+        real_rows: Sequence[Tensor] = (),
     ) -> Iterator[Session]:
         """One pass of the schedule over `micro_batches`.
 
@@ -135,6 +144,7 @@ class RoutingReplay:
             rows: for replay and observe, one [tokens, layers, K] a micro-batch, layers in the order of `layer_numbers`.
             keep_scores: keep the experts in use and their scores.
             compare_with: one a micro-batch, kept by an earlier pass; fills `Session.shift`.
+            real_rows: for observe, one bool [tokens] a micro-batch, False in padding.
 
         Raises:
             RuntimeError: at the end, if a row was left over or is missing; names micro-batch and layer.
@@ -150,7 +160,7 @@ class RoutingReplay:
                     raise RuntimeError(f"micro-batch {index}: routes for {shard.shape[1]} layers, this rank has {len(self._hooks)}")
                 for column, number in enumerate(self.layer_numbers):
                     keyed[index, number] = shard[:, column].long()
-        self._session = Session(mode, keyed, keep_scores, self._keyed(compare_with))
+        self._session = Session(mode, keyed, keep_scores, self._keyed(compare_with), real_rows=real_rows)
         try:
             yield self._session
             self._finish(self._session, micro_batches)
@@ -215,9 +225,7 @@ def _watch(session: Session, key: Key, hook: RouterHook, scores: Tensor, chosen:
     if session.mode == "record":
         session.recorded[key] = chosen.detach()
     if session.mode == "observe":
-        given = session.rows[key].to(chosen.device)
-        differs = (chosen.sort(dim=-1).values != given.sort(dim=-1).values).any(dim=-1) & (given[:, 0] != LIVE)
-        session.differing[key[0]] = differs.to(torch.int32) + session.differing.get(key[0], 0)
+        _observe(session, key, hook, scores, chosen)
     if session.keep_scores:
         session.chosen[key] = chosen.detach()
         session.scores[key] = hook.log_scores(scores).gather(1, chosen)
@@ -225,6 +233,18 @@ def _watch(session: Session, key: Key, hook: RouterHook, scores: Tensor, chosen:
         experts, then = session.before[key]
         moved = (hook.log_scores(scores).gather(1, experts) - then).abs().mean(dim=-1)
         session.shift[key[0]] = moved + session.shift.get(key[0], 0)
+
+
+def _observe(session: Session, key: Key, hook: RouterHook, scores: Tensor, chosen: Tensor) -> None:
+    micro_batch, layer = key
+    given = session.rows[key].to(chosen.device)
+    comparable = session.real_rows[micro_batch].to(chosen.device) & (given[:, 0] != LIVE)
+    counts, differs = compare(chosen, given, hook.log_scores(scores), comparable)
+    session.agreement[layer] = counts + session.agreement[layer] if layer in session.agreement else counts
+    session.differing[micro_batch] = differs.to(torch.int32) + session.differing.get(micro_batch, 0)
+    here = torch.where(differs, layer, NEVER).to(torch.int32)
+    before = session.first.get(micro_batch)
+    session.first[micro_batch] = here if before is None else torch.minimum(here, before)
 
 
 def _gather(scores: Tensor, rows: Tensor, topk: int, key: Key, live: Callable[[], TopK]) -> TopK:

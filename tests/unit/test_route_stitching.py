@@ -194,7 +194,7 @@ def test_observing_does_not_count_marked_rows() -> None:
     assert K < EXPERTS
     given = given.to(torch.int16)
     given[2] = LIVE
-    with replay.session("observe", [given], micro_batches=1) as session:
+    with replay.session("observe", [given], micro_batches=1, real_rows=[torch.ones(len(given), dtype=torch.bool)]) as session:
         replay.start_micro_batch(0, 0)
         model(x)
     assert session.differing[0].tolist() == [2, 2, 0, 2, 2]

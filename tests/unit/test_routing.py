@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_rl.routing.agreement import NEVER
 from megatron_rl.routing.layout import (
     Place,
     check_routes,
@@ -32,6 +34,7 @@ class Router(nn.Module):
     def __init__(self, layer_number: int) -> None:
         super().__init__()
         self.layer_number = layer_number
+        self.config = SimpleNamespace(moe_router_score_function="softmax", moe_router_pre_softmax=False)
         self.weight = nn.Parameter(torch.randn(EXPERTS, 4, generator=torch.Generator().manual_seed(layer_number)))
         self.router_replay: Any = None
         self.chosen: list[Tensor] = []
@@ -141,10 +144,15 @@ def test_observe_counts_layers_that_choose_another_set() -> None:
     given = own.flip(-1).clone()  # the same sets in another order: nothing differs
     given[1, 0] = torch.tensor([e for e in range(EXPERTS) if e not in own[1, 0].tolist()][:K])
     given[3] = torch.tensor([[e for e in range(EXPERTS) if e not in own[3, c].tolist()][:K] for c in range(2)])
-    with replay.session("observe", [given], micro_batches=1) as session:
+    real = torch.tensor([True, True, True, True, False])
+    given[4] = given[3]  # in padding, so it counts nowhere
+    with replay.session("observe", [given], micro_batches=1, real_rows=[real]) as session:
         replay.start_micro_batch(0, 0)
         assert torch.equal(model(x), free)
+    first, second = replay.layer_numbers
     assert session.differing[0].tolist() == [0, 1, 0, 2, 0]
+    assert session.first[0].tolist() == [NEVER, first, NEVER, first, NEVER]
+    assert (session.agreement[first].tokens, session.agreement[first].exact, session.agreement[second].exact) == (4, 2, 3)
 
 
 def run(model: Model, replay: RoutingReplay, rows: list[Tensor | None], inputs: list[Tensor], order: list[int]) -> None:

@@ -171,7 +171,8 @@ def test_no_id_overflows_on_the_way(experts: int) -> None:
     assert whole.routes_TLK[:2].tolist() == ids.tolist()
     model = Model(layers=(1,))
     replay = RoutingReplay([model], Router)
-    with replay.session("observe", [whole.routes_TLK[:2]], micro_batches=1) as session:
+    real = torch.ones(2, dtype=torch.bool)
+    with replay.session("observe", [whole.routes_TLK[:2]], micro_batches=1, real_rows=[real]) as session:
         replay.start_micro_batch(0, 0)
         model(torch.zeros(2, 4))
         assert session.rows[0, 1].tolist() == ids[:, 0].tolist()

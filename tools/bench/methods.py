@@ -32,7 +32,7 @@ from megatron_rl.methods.objective import Kind
 from megatron_rl.preflight import check_config
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, PROMPTS, SAMPLES, HELD_OUT, EDGE = 20, 16, 8, 256, 4
+STEPS, PROMPTS, SAMPLES, HELD_OUT, EDGE = 20, 8, 8, 128, 5
 CONTEXT = 128
 AT_MU = {"cppo", "direct_advantage", "dppo", "drpo", "epic", "minirl", "minpro", "nfpo", "policy_gradient", "vespo"}
 """Objectives whose own weight or base is the engine's policy: `tis` on top would apply old/mu twice."""
@@ -192,7 +192,7 @@ bf16, one fp32 trainer on two cores, {PROMPTS} prompts x {SAMPLES} samples a ste
 to 3e-5, otherwise [`examples/configs/quickstart.yaml`](../../examples/configs/quickstart.yaml). Made by `python tools/bench/methods.py`.
 
 {STEPS} steps show that a method trains and what it costs. They do not rank methods: reward is the mean over {EDGE} steps
-({EDGE * PROMPTS * SAMPLES} answers, standard error about 0.02), held-out the pass rate of {HELD_OUT} sampled answers (about 0.03).
+({EDGE * PROMPTS * SAMPLES} answers, standard error about 0.025), held-out the pass rate of {HELD_OUT} sampled answers (about 0.04).
 *kept*: share of tokens (mipu: of steps) that clips and masks let through. k3: mean e^d - 1 - d, d = old - engine log-prob.
 Labels: [N] not located, [I] partly inferred, [A] abstract only; see each page.
 """
