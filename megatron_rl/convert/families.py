@@ -56,7 +56,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "attention_dropout": (0, 0.0, None),
 }
-_UNSLIDING: dict[str, tuple[Any, ...]] = {**_FIXED, "use_sliding_window": (False, None)}
+_UNSLIDING: dict[str, tuple[Any, ...]] = {**_FIXED, "use_sliding_window": (False, None), "use_mrope": (False,)}
 _TRANSFORMER: dict[str, Any] = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,

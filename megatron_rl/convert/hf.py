@@ -99,6 +99,14 @@ class HfReader:
         """Shape of a tensor, from the header."""
         return tuple(self._files[self._where[name]].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Dtype of a tensor as safetensors calls it (F32, BF16, F8_E4M3, ...), from the header."""
+        return str(self._files[self._where[name]].get_slice(name).get_dtype())
+
+    def total_bytes(self) -> int:
+        """Size of the weight files."""
+        return sum((self.folder / file).stat().st_size for file in self._files)
+
     def tensor(self, name: str, index: int | None = None) -> Tensor:
         """A tensor, or with `index` only its row of that number (without the first axis)."""
         handle = self._files[self._where[name]]

@@ -18,7 +18,7 @@ SCALE = "_scale_inv"
 """Added to a weight's name, it is the name of its scales."""
 
 _METHOD_FIELDS = frozenset(
-    {"quant_method", "activation_scheme", "fmt", "weight_block_size", "modules_to_not_convert", "ignored_layers", "dequantize"}
+    {"quant_method", "activation_scheme", "fmt", "scale_fmt", "weight_block_size", "modules_to_not_convert", "ignored_layers", "dequantize"}
 )
 
 

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -229,6 +230,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="run rows again that are there")
     parser.add_argument("--write", action="store_true", help="only write the page")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server goes too
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "rows.json"
     results: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
