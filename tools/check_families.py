@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "TP2": (2, {"tensor": 2}),
     "EP2": (2, {"expert": 2}),
     "PP2": (2, {"pipeline": 2}),
+    "CP2": (2, {"context": 2}),
     "TP2 EP2": (2, {"tensor": 2, "expert": 2}),
     "TP2 PP2 EP2": (4, {"tensor": 2, "pipeline": 2, "expert": 2}),
     "TP2 EP2 ETP2": (4, {"tensor": 2, "expert": 2, "expert_tensor": 2}),

@@ -128,7 +128,7 @@ def test_a_model_built_for_another_config_is_refused(seen: dict[int, dict[str, A
     assert message in seen[1]["mismatches"][name]
 
 
-FAMILIES = [*cases(list(TINY), ["TP2 EP2"]), ("deepseek-v3", "PP2"), ("gpt-oss", "PP2")]
+FAMILIES = [*cases(list(TINY), ["TP2 EP2"]), *((family, layout) for family in ("deepseek-v3", "gpt-oss") for layout in ("PP2", "CP2"))]
 """Two processes, started once; dense families divide tensors only. tools/check_families.py has every layout."""
 
 

@@ -32,6 +32,7 @@ from megatron_rl.convert.bridge import export_hf, load_hf  # noqa: E402
 from megatron_rl.convert.families import family_for  # noqa: E402
 from megatron_rl.convert.hf import HfReader, read_config  # noqa: E402
 from megatron_rl.convert.live import unwrap  # noqa: E402
+from megatron_rl.routing.layout import context_positions  # noqa: E402
 from tools.families.tiny import LENGTHS  # noqa: E402
 
 Head = Callable[[PolicyModel, Tensor], Any]
@@ -48,20 +49,32 @@ def build(folder: Path, parallel: ParallelConfig, mesh: Mesh) -> list[PolicyMode
     return chunks
 
 
-def packed(lengths: tuple[int, ...]) -> PackedSeqParams:
+def packed(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
     """Sequences of these lengths one after the other."""
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+
+
+def own_positions(lengths: tuple[int, ...], mesh: Mesh) -> Tensor:
+    """Which positions of the pack this rank has: all, without context parallelism."""
+    return context_positions(packed(lengths, torch.device("cpu")).cu_seqlens_q, mesh.context_rank, mesh.context_size)
 
 
 def schedule(chunks: Sequence[Any], tokens_T: Tensor, lengths: tuple[int, ...], mesh: Mesh, head: Head, *, train: bool) -> list[Any]:
     """What `head` makes of the model's hidden states for packed sequences, once a pipeline stage, through the layout's schedule."""
 
+    mine_T = own_positions(lengths, mesh)
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    inputs = {
+        "input_ids": tokens_T[mine_T][None].to(mesh.device),
+        "position_ids": positions_T[mine_T][None].to(mesh.device),
+        "attention_mask": None,
+        "packed_seq_params": packed(lengths, mesh.device),
+    }
+
     def forward_step(iterator: Any, model: Any) -> Any:
         next(iterator)
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        hidden = model(input_ids=tokens_T[None], position_ids=positions[None], attention_mask=None, packed_seq_params=packed(lengths))
-        return hidden, lambda output, non_loss_data=False: head(unwrap(model), output)
+        return model(**inputs), lambda output, non_loss_data=False: head(unwrap(model), output)
 
     iterators = [iter([None] * mesh.pipeline_size) for _ in chunks]
     return get_forward_backward_func()(
@@ -86,10 +99,14 @@ def logits(chunks: Sequence[PolicyModel], tokens_T: Tensor, lengths: tuple[int, 
         mine = output.squeeze(1) @ model.output_weight().T
         shards = [torch.empty_like(mine) for _ in range(mesh.tensor_size)]
         dist.all_gather(shards, mine.contiguous(), group=ps.get_tensor_model_parallel_group())
-        return torch.cat(shards, -1)
+        return torch.cat(shards, -1).cpu()
 
     got = schedule(chunks, tokens_T, lengths, mesh, head, train=False)
-    return next(answer[0] for answer in mesh.gather(got) if answer)
+    shares = [(rows, answers[0]) for rows, answers in mesh.gather((own_positions(lengths, mesh), got)) if answers]
+    whole = torch.empty(len(tokens_T), shares[0][1].shape[1])
+    for rows, answer in shares:
+        whole[rows] = answer
+    return whole
 
 
 def max_logit_diff(chunks: Sequence[PolicyModel], folder: Path, mesh: Mesh) -> float:
@@ -110,14 +127,18 @@ def max_gradient_diff(chunks: Sequence[PolicyModel], folder: Path, mesh: Mesh) -
     def head(model: PolicyModel, output: Tensor) -> Any:
         if model.config.sequence_parallel:  # every tensor rank takes the same loss of all positions
             output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
-        return (output.squeeze(1) * reference["factors"]).sum(), torch.ones((), dtype=torch.int), {}
+        loss = (output.squeeze(1) * factors_TH.to(output.device)).sum()
+        return loss, torch.ones((), dtype=torch.int, device=output.device), {}
 
+    factors_TH = reference["factors"][own_positions(LENGTHS, mesh)]
     schedule(wrapped, reference["tokens"], LENGTHS, mesh, head, train=True)
     passes = mesh.data_size * mesh.pipeline_size  # over the same tokens, summed
     for parameter in (p for chunk in chunks for p in chunk.parameters()):
         parameter.data.copy_(parameter.main_grad / passes)
     wanted = HfReader(folder / "gradients")
-    diffs = [_relative(tensor, wanted.tensor(n)) for n, tensor in export_hf(chunks, wanted.config) if tensor is not None and not _frozen(n)]
+    diffs = [
+        _relative(tensor.cpu(), wanted.tensor(n)) for n, tensor in export_hf(chunks, wanted.config) if tensor is not None and not _frozen(n)
+    ]
     return max(mesh.broadcast(diffs))
 
 
@@ -131,7 +152,7 @@ def _relative(got: Tensor, wanted: Tensor) -> float:
 
 def different(chunks: list[PolicyModel], reader: HfReader) -> list[str]:
     """Tensors that the export lacks, adds or changes; on rank 0."""
-    exported = {name: tensor for name, tensor in export_hf(chunks, reader.config) if tensor is not None}
+    exported = {name: tensor.cpu() for name, tensor in export_hf(chunks, reader.config) if tensor is not None}
     changed = [n for n in exported.keys() & reader.names() if not _equal(exported[n], reader.tensor(n))]
     return sorted(changed + list(exported.keys() ^ reader.names()))
 

@@ -14,8 +14,8 @@ import torch
 import transformers as hf
 from safetensors.torch import save_file
 
-LENGTHS = (23, 17)
-"""Of the two sequences whose logits are compared."""
+LENGTHS = (24, 16)
+"""Of the two sequences whose logits are compared; multiples of 4, which context parallelism cuts each into."""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 509,

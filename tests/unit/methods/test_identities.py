@@ -18,8 +18,8 @@ Where each of the 19 statements of papers.md 15 is tested (files of this folder 
 12  context parallelism, packing     tests/dist/test_segments.py: shards_equal_the_whole; test_segments; test_invariants: packing_*, tool_*
 13  ACPO-Adaptive's bins, any layout test_invariants: packing_changes_nothing; tests/dist/test_layouts.py
 14  SORL: kept + C = unclipped       test_formulas: sorl_clipped_loss_completes_the_gradient
-15  MIPU                             verdicts and state: test_host_side mipu_*; bit-exact restore: tests/dist/test_rollback.py, with an engine:
-                                     tests/e2e/test_methods.py
+15  MIPU                             verdicts and state: test_host_side mipu_*; bit-exact restore: tests/dist/test_rollback.py,
+                                     with an engine: tests/e2e/test_methods.py
 16  length-triggered learning rate   test_host_side: length_lr_triggers_once_and_floors, a_growing_length_triggers_where_it_crosses
 17  routing replay                   tests/unit/test_routing.py, tests/dist/test_actor_parity.py
 18  ascent, SNIS, seq-MIS            here: ascent_*, self_normalised_bias_shrinks_with_the_batch, sequence_mask_bias_formula
