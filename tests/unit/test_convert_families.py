@@ -287,6 +287,21 @@ def test_gpt_oss() -> None:
     assert sum(1 for _ in family.slots(family.shape(GPT_OSS))) == 3 + 24 * (6 + 3 + 32 * 4)
 
 
+def test_experts_with_biases_are_not_divided() -> None:
+    from megatron_rl.actor.model import choose_implementation, transformer_config
+    from megatron_rl.config import Config, ModelConfig, ParallelConfig
+
+    how = choose_implementation(cuda=False, transformer_engine=False, apex=False)
+    for parallel, divided in ((ParallelConfig(tensor=2), True), (ParallelConfig(tensor=2, expert=2), False)):
+        config = Config(model=ModelConfig(path="gpt-oss"), parallel=parallel)
+        if divided:  # without expert parallelism, tensor parallelism divides experts
+            with pytest.raises(ValueError, match=re.escape("parallel.expert_tensor: 2 must be 1 for GPT-OSS, whose experts have biases")):
+                transformer_config(config, family_for(GPT_OSS), GPT_OSS, how, cuda=False)
+        else:
+            core = transformer_config(config, family_for(GPT_OSS), GPT_OSS, how, cuda=False)
+            assert core.expert_tensor_parallel_size == 1 and core.yarn_rotary_scaling_factor == 32
+
+
 def test_llama_3_scaling_is_megatrons_where_its_constants_are() -> None:
     hf = LLAMA | {"rope_scaling": {"rope_type": "llama3", **LLAMA3_ROPE}}
     assert family_for(hf).gpt_model(hf)["rope_scaling"] is True
@@ -323,3 +338,25 @@ def test_llama_3_scaling_is_megatrons_where_its_constants_are() -> None:
 def test_what_other_families_cannot_compute_is_refused(hf: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         family_for(hf).transformer_config(hf)
+
+
+@pytest.mark.parametrize(
+    ("hf", "name", "expected"),
+    [
+        (GPT_OSS, "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.bias", "model.layers.5.mlp.experts.19.gate_up_proj_bias"),
+        (GPT_OSS, "decoder.layers.1.mlp.experts.linear_fc1.bias3", "model.layers.5.mlp.experts.19.gate_up_proj_bias"),
+        (DEEPSEEK_V3, "decoder.layers.0.mlp.experts.linear_fc2.weight0", "model.layers.4.mlp.experts.16.down_proj.weight"),
+        (DEEPSEEK_V3, "decoder.layers.0.mlp.router.expert_bias", "model.layers.4.mlp.gate.e_score_correction_bias"),
+        (LLAMA, "decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "model.layers.4.post_attention_layernorm.weight"),
+        (LLAMA, "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", "model.layers.4.input_layernorm.weight"),
+    ],
+)
+def test_local_and_transformer_engine_names_are_found(hf: dict[str, Any], name: str, expected: str) -> None:
+    # A chunk that starts at layer 4, on the rank whose first expert is 16.
+    from megatron_rl.convert.live import _key
+
+    family = family_for(hf)
+    rows = {mcore: mapping.key for mapping in family.tensors for mcore in mapping.mcore}
+    key = _key(name, rows, {0: 4, 1: 5}, 16, tied=False)
+    slot = next(slot for slot in family.slots(family.shape(hf)) if slot.key == key)
+    assert expected in slot.hf_names

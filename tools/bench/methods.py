@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -145,7 +146,11 @@ def _common(quickstart: Path) -> list[str]:
 
 
 def run(row: Row, quickstart: Path, url: str, work: Path) -> dict[str, Any]:
-    """Trains one row, in this process."""
+    """Trains one row.
+
+    Raises:
+        SystemExit: it failed.
+    """
     folder = work / key(row).replace(" ", "_").replace("/", "_")
     shutil.rmtree(folder, ignore_errors=True)
     settings = {
@@ -157,7 +162,12 @@ def run(row: Row, quickstart: Path, url: str, work: Path) -> dict[str, Any]:
     options += [option.replace("{warm}", str(quickstart / "warm")) for option in row.options]
     config = parse_config("methods", __doc__ or "", [*_common(quickstart), *options])
     check_config(config)
-    train(config)
+    # A process of its own, forked so that it need not import anything: gloo's threads outlive the groups they serve.
+    child = multiprocessing.get_context("fork").Process(target=train, args=(config,))
+    child.start()
+    child.join()
+    if child.exitcode:
+        raise SystemExit(f"{key(row)} failed; see above")
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     shutil.rmtree(folder / "checkpoints")

@@ -45,9 +45,9 @@ _YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
     "factor": 8.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
+    "original_max_position_embeddings": 512,
+    "beta_fast": 4.0,  # with the usual 32 and 1, a head this small would be turned alike
+    "beta_slow": 0.2,
     "mscale": 0.7,
     "mscale_all_dim": 1.0,
 }
@@ -104,7 +104,15 @@ TINY: dict[str, Callable[[], Any]] = {
         rms_norm_eps=1e-4,
         routed_scaling_factor=2.446,
     ),
-    "gpt-oss": _causal("GptOss", head_dim=20, num_local_experts=8, num_experts_per_tok=2, sliding_window=6, **_NARROW),
+    "gpt-oss": _causal(
+        "GptOss",
+        head_dim=20,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        swiglu_limit=0.4,  # low enough to clamp something
+        **_NARROW,
+    ),
 }
 """Builds the model of each family, and of variants that take another branch."""
 
