@@ -140,10 +140,11 @@ def test_router_shift_dynamic_sampling_and_pruning_by_the_trainer_alone(runs: Ru
         methods=[{"name": "dynamic_sampling"}, {"name": "dvp", "params": {"support": "unpruned", "rho": 0.5}}],
         train={"mini_batches": 2},
     )
-    # 16 groups are too few for 8 informative ones, so each step takes all three rounds (but for one step in thousands).
-    assert [row["dynamic_sampling/rounds"] for row in rows] == [3, 3]
+    # A group of four is informative with probability 0.41 or so: eight of eight, one round, is one step in a thousand.
+    rounds = [row["dynamic_sampling/rounds"] for row in rows]
+    assert all(1 < taken <= 3 for taken in rounds)
     state = runs.state("rspo", 2)
-    assert (state["step"], state["prompt_batches"], state["optimizer_step"]) == (2, 6, 4)
+    assert (state["step"], state["prompt_batches"], state["optimizer_step"]) == (2, sum(rounds), 4)
     for row in rows:
         assert 0.5 <= row["rspo/trust_mean"] < 1, "the second mini-batch meets routers that the first moved"
         assert 0 < row["dvp/outside_share"] < 1
