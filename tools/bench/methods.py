@@ -219,6 +219,9 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         parts.append(f"\n## {kind.capitalize()}\n")
         parts.append("| method | setting | reward, first and last steps | held-out | k3 | kept | s a step |\n|---|---|---|---|---|---|---|")
         parts += [_line(row, results[key(row)]) for row in mine]
+    due = [f"[{name}]({name}.md)" for name in dict.fromkeys(r.name for r in rows() if key(r) not in results)]
+    if due:
+        parts.append(f"\n## Not run in this setting yet\n\n{', '.join(due)}.\n")
     parts.append("\n`nll`, the objective of `sft`, is in the [quickstart](../benchmarks.md).\n")
     return "\n".join(parts)
 
