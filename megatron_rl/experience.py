@@ -20,8 +20,8 @@ from .methods import dynamic_sampling, gae, group, kl_in_reward, overlong, popo,
 from .methods.dynamic_sampling import Group, by_group
 from .rewards.verifiers import score_all
 from .rollout.collector import collect
-from .run import SCORING, Run
-from .types import Batch, Prompt, Trajectory, as_metric
+from .run import Run
+from .types import Batch, PackedBatch, Prompt, Trajectory, as_metric
 
 Arrays = list[NDArray[np.float32]]
 
@@ -60,7 +60,7 @@ def gather_groups(run: Run) -> tuple[list[Trajectory], Metrics]:
                 groups += by_group(sample(run, prompts, samples))
             rounds += 1
         groups = dynamic_sampling.select(groups, wanted)
-        metrics.add({"dynamic_sampling/rounds": as_metric(torch.tensor(float(rounds)), 1.0)} if run.mesh.is_leader else {})
+        metrics.add({"dynamic_sampling/rounds": as_metric(rounds, 1.0)} if run.mesh.is_leader else {})
     metrics.merge(_rollout_metrics(run, [t for g in groups for t in g]))
     groups = _shaped(run, groups)  # after the choice: an all-right group whose answers differ in length is not informative
     buffered = run.stack.find(popo.METHOD.name)
@@ -98,10 +98,10 @@ def _rollout_metrics(run: Run, answers: Sequence[Trajectory]) -> Metrics:
             "reward/mean": as_metric(rewards.sum(), n),
             "reward/square": as_metric(rewards.square().sum(), n),
             "response/length": as_metric(tokens.sum(), n),
-            "response/truncated_share": as_metric(torch.tensor(float(sum(t.finish_reason == "length" for t in answers))), n),
+            "response/truncated_share": as_metric(sum(t.finish_reason == "length" for t in answers), n),
             "lag/mean": as_metric(lags.sum(), tokens.sum()),
-            "routing/unreplayable_share": as_metric(torch.tensor(float(sum((~valid).sum() for valid in marked))), rows),
-            "sampling/kept_mass": as_metric(torch.tensor(masses.sum()), float(len(masses))),
+            "routing/unreplayable_share": as_metric(float(sum((~valid).sum() for valid in marked)), rows),
+            "sampling/kept_mass": as_metric(float(masses.sum()), float(len(masses))),
         },
         totals={"response/tokens": tokens.sum()},
     )
@@ -120,13 +120,9 @@ def reduce_on_leaders(run: Run, metrics: Metrics) -> dict[str, float]:
 
 def take_advantages(run: Run, trajectories: list[Trajectory]) -> tuple[Batch | None, Metrics]:
     """The leader's batch with advantages spread over each answer's loss tokens, and the critic's targets where there is a critic."""
-    batch = Batch(tuple(trajectories), tuple(np.zeros(len(t.tokens), np.float32) for t in trajectories)) if run.mesh.is_leader else None
+    batch = Batch.without_advantages(trajectories) if run.mesh.is_leader else None
     name, config = run.estimator.method.name, run.estimator.config
-    values: Arrays = []
-    if run.critic is not None:
-        feed = hand_out_batch(run, batch)
-        values = to_leader(run.mesh, feed.micro_batches, run.critic.values(feed.micro_batches) or [], batch)
-    kl = _kl_rewards(run, batch)
+    values, kl = _scored_before_advantages(run, batch)
     if name == "step_advantage":
         return _step_advantages(run, batch, values, config.completions)
     if batch is None:
@@ -146,16 +142,24 @@ def _on_loss(trajectory: Trajectory, value: float) -> NDArray[np.float32]:
     return np.where(trajectory.loss_mask, value, 0.0).astype(np.float32)
 
 
-def _kl_rewards(run: Run, batch: Batch | None) -> Arrays:
-    """[N] a trajectory: what the distance to the reference adds to each token's reward; empty where that is not configured."""
+def _scored_before_advantages(run: Run, batch: Batch | None) -> tuple[Arrays, Arrays]:
+    """[N] a trajectory each: the critic's values, and what the distance to the reference adds to each token's reward.
+
+    Each is empty where it is not configured. The batch is packed and handed out once for both.
+    """
     config = run.stack.find(kl_in_reward.METHOD.name)
-    if config is None:
-        return []
+    if run.critic is None and config is None:
+        return [], []
+    micro_batches = hand_out_batch(run, batch).micro_batches
+    values = [] if run.critic is None else to_leader(run.mesh, micro_batches, run.critic.values(micro_batches), batch)
+    return values, [] if config is None else _kl_rewards(run, config, micro_batches, batch)
+
+
+def _kl_rewards(run: Run, config: kl_in_reward.KLInRewardConfig, micro_batches: Sequence[PackedBatch], batch: Batch | None) -> Arrays:
+    """[N] a trajectory: what the distance to the reference adds to each token's reward."""
     assert run.reference is not None, "requirements.py refuses kl_in_reward without a reference"
-    feed = hand_out_batch(run, batch)
-    routing = SCORING[run.config.replay.mode] if run.config.replay.mode == "R3" else "live"
     per_model = [
-        to_leader(run.mesh, feed.micro_batches, [s.logp_T for s in model.score(feed.micro_batches, routing).stats], batch)
+        to_leader(run.mesh, micro_batches, [s.logp_T for s in model.score(micro_batches, run.given_routing).stats], batch)
         for model in (run.actor, run.reference)
     ]
     if batch is None:
@@ -199,9 +203,7 @@ def _step_advantages(run: Run, batch: Batch | None, values: Arrays, completions:
         target = np.full(len(t.tokens), np.nan, np.float32)
         target[starts] = estimates[i]
         returns.append(target)
-    metrics = Metrics().add(
-        {"step_advantage/critic_error": as_metric(torch.tensor(float(sum(errors))), float(len(errors)))} if values else {}
-    )
+    metrics = Metrics().add({"step_advantage/critic_error": as_metric(sum(errors), float(len(errors)))} if values else {})
     learned = (tuple(np.nan_to_num(v) for v in values), tuple(returns)) if values else (None, None)
     return dataclasses.replace(batch, advantages=tuple(advantages), values=learned[0], returns=learned[1]), metrics
 

@@ -109,7 +109,7 @@ def sft(config: Config) -> None:
             if run.mesh.is_leader:
                 chosen = np.random.default_rng([config.train.seed, step]).choice(len(examples), config.train.batch_size)
                 mine = [examples[i] for i in chosen[run.mesh.data_rank :: run.mesh.data_size]]
-                batch = Batch(tuple(mine), tuple(np.zeros(len(t.tokens), np.float32) for t in mine))
+                batch = Batch.without_advantages(mine)
             with run.timers("pack"):
                 feeds = hand_out_mini_batches(run, batch, step)
             with run.timers("update"):

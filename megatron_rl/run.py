@@ -47,7 +47,7 @@ SCORING: dict[str, Mode] = {"none": "live", "R2": "record", "R3": "replay"}
 """How the old-policy forward routes, by replay.mode."""
 
 TRAINING: dict[str, Mode] = {"none": "live", "R2": "replay", "R3": "replay"}
-"""How the optimizer step's forward routes."""
+"""How the optimizer step's forward routes, by replay.mode."""
 
 
 @dataclass
@@ -82,6 +82,16 @@ class Run:
     def wants_routes(self) -> bool:
         """Whether the rollout must return routed experts: to replay them or to compare with them."""
         return self.facts.is_moe and (self.config.replay.mode == "R3" or self.config.replay.probe_every > 0)
+
+    @property
+    def training_routing(self) -> Mode:
+        """How the optimizer step's forward routes, and every forward that is compared with it."""
+        return TRAINING[self.config.replay.mode] if self.facts.is_moe else "live"
+
+    @property
+    def given_routing(self) -> Mode:
+        """How a forward routes that no other one follows: by the engine's routes where they are replayed, live elsewhere."""
+        return "replay" if self.config.replay.mode == "R3" else "live"
 
     @property
     def sampling(self) -> Sampling:
@@ -217,7 +227,7 @@ def open_run(config: Config, *, rollout: bool, trains: bool = True) -> Iterator[
                 "groups; change it or the layout"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        actor = Actor(config, mesh, family_for(hf), hf, trains=trains, restriction=_restriction(stack))
+        actor = Actor(config, mesh, family_for(hf), hf, trains=trains, restriction=Restriction.of(stack))
         critic = Critic(config, mesh, family_for(hf), hf) if trains and rollout and wants_critic(estimator) else None
         models: dict[str, MegatronModel] = {"actor": actor} | ({"critic": critic} if critic is not None else {})
         state, resumed_from = _load_state(config, models, facts, folder)
@@ -231,8 +241,7 @@ def open_run(config: Config, *, rollout: bool, trains: bool = True) -> Iterator[
             run.load_buffer(resumed_from)
             run.note(f"resumed at step {state.step}, weight version {state.weight_version}")
         if trains and "reference" in stack.needs:
-            assert config.reference.path is not None
-            run.reference = _open_reference(config, mesh, facts, stack)
+            run.reference = open_reference(config, mesh, facts, stack)
         if rollout:
             with run.timers("start"):
                 _open_rollout(run, closing)
@@ -252,14 +261,7 @@ def _synchronizer(mesh: Mesh) -> Callable[[], None] | None:
     return torch.cuda.synchronize if mesh.device.type == "cuda" else None
 
 
-def _restriction(stack: Stack) -> Restriction | None:
-    """The support of the policy that a vocabulary method asks for."""
-    if stack.vocabulary is None:
-        return None
-    return Restriction(None if "keep_sets" in stack.vocabulary.needs else stack.vocabulary.config.rho)
-
-
-def _open_reference(config: Config, mesh: Mesh, facts: ModelFacts, stack: Stack) -> Actor:
+def open_reference(config: Config, mesh: Mesh, facts: ModelFacts, stack: Stack) -> Actor:
     """The frozen policy.
 
     Raises:
@@ -274,7 +276,7 @@ def _open_reference(config: Config, mesh: Mesh, facts: ModelFacts, stack: Stack)
             f"{facts.vocab_size}; they must share architecture and vocabulary"
         )
     hf = read_config(path)
-    reference = Actor(config, mesh, family_for(hf), hf, trains=False, restriction=_restriction(stack))
+    reference = Actor(config, mesh, family_for(hf), hf, trains=False, restriction=Restriction.of(stack))
     reference.load_hf(path)
     return reference
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .actor import snapshot
 from .actor.actor import Scored, with_old
@@ -23,8 +24,7 @@ from .methods.value_loss import explained_variance
 from .rewards.verifiers import score_all
 from .rollout.collector import collect
 from .routing import agreement
-from .routing.replay import Mode
-from .run import SCORING, TRAINING, Run, write_json
+from .run import SCORING, Run, write_json
 from .types import Batch, PackedBatch, Prompt, Trajectory, as_metric
 
 
@@ -59,13 +59,13 @@ def score_reference(run: Run, feeds: Sequence[Feed]) -> list[Feed]:
     """Log-probs under the frozen reference policy, on the routes that the update will replay."""
     if run.reference is None or "reference" not in run.stack.needs:
         return list(feeds)
-    routing, scored = TRAINING[run.config.replay.mode] if run.facts.is_moe else "live", []
+    scored = []
     for feed in feeds:
-        stats = run.reference.score(feed.micro_batches, routing).stats
-        found = (
-            [dataclasses.replace(b, reference_logp_T=s.logp_T) for b, s in zip(feed.micro_batches, stats, strict=True)] if stats else None
-        )
-        scored.append(_replace(feed, found or feed.micro_batches))
+        micro_batches = feed.micro_batches
+        stats = run.reference.score(micro_batches, run.training_routing).stats
+        if stats:
+            micro_batches = [dataclasses.replace(b, reference_logp_T=s.logp_T) for b, s in zip(micro_batches, stats, strict=True)]
+        scored.append(_replace(feed, micro_batches))
     return scored
 
 
@@ -87,18 +87,20 @@ def _agreement(run: Run, batches: Sequence[PackedBatch], live: Scored) -> dict[s
     for part in run.mesh.gather(live.agreement):
         for depth, counts in part.items():
             layers[depth] = counts + layers[depth] if depth in layers else counts
-    gaps = [s.logp_T.cpu() - b.behaviour_logp_T for b, s in zip(batches, live.stats, strict=False)]
-    flips = sequences(run.mesh, batches, [x.float() for x in live.differing] if live.stats else [])
-    log_ratios = sequences(run.mesh, batches, gaps)
-    joined = agreement.by_flips([torch.from_numpy(x) for x in flips], [torch.from_numpy(x) for x in log_ratios])
+    flips = sequences(run.mesh, batches, [x.float() for x in live.differing])
+    joined = agreement.by_flips([torch.from_numpy(x) for x in flips], [torch.from_numpy(x) for x in _drifts(run, batches, live)])
     return agreement.summary(layers) | joined
 
 
 def _bounds(run: Run, batches: Sequence[PackedBatch], scored: Scored) -> dict[str, float]:
     """TRM's bounds on the error of the surrogate, engine against trainer on replayed routes, estimated from the sampled tokens."""
-    gaps = [s.logp_T.cpu() - b.behaviour_logp_T for b, s in zip(batches, scored.stats, strict=False)]
-    log_ratios = sequences(run.mesh, batches, gaps)
+    log_ratios = _drifts(run, batches, scored)
     return {f"bounds/{name}": value for name, value in bounds.all_bounds(bounds.sampled(log_ratios)).items()} if log_ratios else {}
+
+
+def _drifts(run: Run, batches: Sequence[PackedBatch], scored: Scored) -> list[NDArray[np.float32]]:
+    """[n] log trainer - log engine of the loss tokens of each sequence, over all ranks."""
+    return sequences(run.mesh, batches, [s.logp_T.cpu() - b.behaviour_logp_T for b, s in zip(batches, scored.stats, strict=False)])
 
 
 def _mismatch(batches: Sequence[PackedBatch], scored: Scored, suffix: str) -> Metrics:
@@ -114,7 +116,7 @@ def _token_shares(batches: Sequence[PackedBatch], scored: Scored, moe_layers: in
     """How many tokens (and token-layers) the trainer would route otherwise than the engine did, and where first; padding left out."""
     metrics = Metrics()
     for batch, differing_T, first_T in zip(batches, scored.differing, scored.first, strict=True):
-        real_T = batch.sequence_T < int((batch.sample_S >= 0).sum())
+        real_T = batch.real_T
         differs_T = real_T & (differing_T > 0)
         metrics.add(
             {
@@ -133,18 +135,17 @@ def optimize(run: Run, feeds: Sequence[Feed], factor: float = 1.0) -> dict[str, 
         factor: what the scheduled learning rate is multiplied by.
     """
     total = run.config.train.steps * run.config.train.mini_batches
-    routing = TRAINING[run.config.replay.mode] if run.facts.is_moe else "live"
     metrics, norms, lr = Metrics(), [], 0.0
     for index, feed in enumerate(feeds):
         if "router_shift" in run.stack.needs:
-            feed = _with_router_shift(run, feed, routing, moved=index > 0)
+            feed = _with_router_shift(run, feed, moved=index > 0)
         lr = factor * learning_rate(run.config.optimizer, run.state.optimizer_step, total)
         update = run.actor.update(
             feed.micro_batches,
             run.stack,
             feed.over,
             lr,
-            routing=routing,
+            routing=run.training_routing,
             entropy=run.config.objective.entropy,
             salt=run.config.train.seed + 1_000_003 * run.state.optimizer_step,
         )
@@ -156,10 +157,10 @@ def optimize(run: Run, feeds: Sequence[Feed], factor: float = 1.0) -> dict[str, 
     return values | {"grad_norm": float(np.mean(norms)), "lr": lr}
 
 
-def _with_router_shift(run: Run, feed: Feed, routing: Mode, *, moved: bool) -> Feed:
+def _with_router_shift(run: Run, feed: Feed, *, moved: bool) -> Feed:
     """How far the routers' scores have moved since the start of the step; nothing has before the first optimizer step."""
     if moved:
-        shifts = run.actor.router_shift(feed.micro_batches, routing)
+        shifts = run.actor.router_shift(feed.micro_batches, run.training_routing)
     else:
         shifts = [torch.zeros_like(b.advantages_T) for b in feed.micro_batches]
     return _replace(feed, [dataclasses.replace(b, router_shift_T=x) for b, x in zip(feed.micro_batches, shifts, strict=True)])
@@ -224,9 +225,9 @@ def keep_or_roll_back(run: Run, before: snapshot.Snapshot, earlier_step: int) ->
     batches = -(-config.prompts // run.config.rollout.prompts_per_step)
     prompts = [prompt for _ in range(batches) for prompt in draw(run)][: -(-config.prompts // run.mesh.data_size)]
     answers = sample(run, prompts, config.samples)
-    batch = Batch(tuple(answers), tuple(np.zeros(len(t.tokens), np.float32) for t in answers)) if run.mesh.is_leader else None
+    batch = Batch.without_advantages(answers) if run.mesh.is_leader else None
     feed = hand_out_batch(run, batch)
-    scored = run.actor.score(feed.micro_batches, "replay" if run.config.replay.mode == "R3" else "live")
+    scored = run.actor.score(feed.micro_batches, run.given_routing)
     logps = to_leader(run.mesh, feed.micro_batches, [s.logp_T for s in scored.stats], batch)
     terms: list[float] = []
     if batch is not None:

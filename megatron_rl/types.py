@@ -118,6 +118,11 @@ class Batch:
                 f"{len(arrays)} {name} for {len(self.trajectories)} trajectories"
             )
 
+    @staticmethod
+    def without_advantages(trajectories: Sequence[Trajectory]) -> Batch:
+        """For what looks at no advantage, or takes them later: all are 0."""
+        return Batch(tuple(trajectories), tuple(np.zeros(len(t.tokens), np.float32) for t in trajectories))
+
     def select(self, indices: Sequence[int]) -> Batch:
         """The batch of those trajectories alone."""
 
@@ -203,6 +208,11 @@ class PackedBatch:
         return int(self.sample_S.numel())
 
     @property
+    def real_T(self) -> Tensor:
+        """bool, False in padding and in fillers."""
+        return self.sequence_T < int((self.sample_S >= 0).sum())
+
+    @property
     def length(self) -> int:
         """T."""
         return int(self.tokens_T.numel())
@@ -234,7 +244,7 @@ Metric = tuple[Tensor, Tensor]
 """(numerator, denominator), both scalar fp32 or fp64; reduced over micro-batches and ranks before the division."""
 
 
-def as_metric(numerator: Tensor, denominator: Tensor | float) -> Metric:
+def as_metric(numerator: Tensor | float, denominator: Tensor | float) -> Metric:
     """A metric pair on numerator's device, detached, in fp64 so that sums over a large batch keep their digits."""
-    value = numerator.detach().to(torch.float64)
+    value = torch.as_tensor(numerator).detach().to(torch.float64)
     return value, torch.as_tensor(denominator, dtype=torch.float64, device=value.device).detach()

@@ -57,6 +57,13 @@ class Restriction:
     min_p: float | None
     """Tokens at least this fraction as likely as the likeliest; None takes the keep-sets that came with the rollout."""
 
+    @staticmethod
+    def of(stack: Stack) -> Restriction | None:
+        """What the stack's vocabulary method asks for; None without one."""
+        if stack.vocabulary is None:
+            return None
+        return Restriction(None if "keep_sets" in stack.vocabulary.needs else stack.vocabulary.config.rho)
+
     def support(self, batch: PackedBatch) -> Support:
         """For one micro-batch."""
         if self.min_p is not None:

@@ -164,8 +164,7 @@ class MegatronModel:
 
     def own_rows(self, batch: PackedBatch) -> Tensor:
         """bool, which of the rows that pass this rank's routers are no padding."""
-        real_T = batch.sequence_T < int((batch.sample_S >= 0).sum())
-        return real_T.chunk(self.place.tensor_size)[self.place.tensor_rank]
+        return batch.real_T.chunk(self.place.tensor_size)[self.place.tensor_rank]
 
     def join(self, local: Tensor | None, batch: PackedBatch, dtype: torch.dtype, op: Any = dist.ReduceOp.SUM, empty: float = 0) -> Tensor:
         """Each rank's numbers for its own positions and layers, reduced over the replica: [T], in the dtype asked for.

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from ..types import Metric, as_metric
 from .dynamic_sampling import Group, is_informative
 from .objective import Method
@@ -68,11 +66,11 @@ def refill(
     stored = (*kept, *fresh)[-config.buffer_groups :]
     ages = [staleness(group, version) for group in chosen]
     metrics = {
-        "uninformative_share": _pair(len(groups) - len(fresh), len(groups)),
-        "replaced_share": _pair(len(chosen), len(groups)),
-        "expired_share": _pair(len(buffer) - len(live), len(buffer)),
-        "staleness_mean": _pair(sum(ages), len(ages)),
-        "buffer_groups": _pair(len(stored), 1),
+        "uninformative_share": as_metric(len(groups) - len(fresh), len(groups)),
+        "replaced_share": as_metric(len(chosen), len(groups)),
+        "expired_share": as_metric(len(buffer) - len(live), len(buffer)),
+        "staleness_mean": as_metric(sum(ages), len(ages)),
+        "buffer_groups": as_metric(len(stored), 1),
     }
     return batch, stored, metrics
 
@@ -81,10 +79,6 @@ def _name(group: Group) -> str:
     names = {trajectory.group for trajectory in group}
     assert len(names) == 1, f"one group, several names: {sorted(names)}"
     return names.pop()
-
-
-def _pair(numerator: float, denominator: float) -> Metric:
-    return as_metric(torch.tensor(float(numerator)), float(denominator))
 
 
 METHOD = Method(

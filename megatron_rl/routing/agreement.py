@@ -12,7 +12,7 @@ Legend: R rows, K experts a token, E experts, L layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -39,16 +39,7 @@ class LayerCounts:
     """fp64 tokens each expert was given."""
 
     def __add__(self, other: LayerCounts) -> LayerCounts:
-        return LayerCounts(
-            self.tokens + other.tokens,
-            self.exact + other.exact,
-            self.overlap + other.overlap,
-            self.jaccard + other.jaccard,
-            self.margin_at_flips + other.margin_at_flips,
-            self.margin_elsewhere + other.margin_elsewhere,
-            self.live_load_E + other.live_load_E,
-            self.given_load_E + other.given_load_E,
-        )
+        return LayerCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 def compare(live_RK: Tensor, given_RK: Tensor, log_scores_RE: Tensor, real_R: Tensor) -> tuple[LayerCounts, Tensor]:

@@ -39,8 +39,7 @@ from megatron_rl.convert.families import family_for
 from megatron_rl.convert.hf import read_config
 from megatron_rl.experience import hand_out_batch
 from megatron_rl.methods.requirements import configured
-from megatron_rl.methods.stack import Stack
-from megatron_rl.run import SCORING, Run
+from megatron_rl.run import SCORING, Run, open_reference
 from megatron_rl.stages import optimize, score_old, score_reference
 from megatron_rl.telemetry.progress import Progress
 from megatron_rl.telemetry.timers import Timers
@@ -82,23 +81,14 @@ def open_case(folder: Path, case: Case, mesh: Mesh) -> Run:
     config = configuration(folder, case)
     facts = read_model_facts(config.model.path)
     stack, estimator = configured(config, facts)
-    actor = open_actor(config, mesh, stack, config.model.path, trains=True)
+    hf = read_config(config.model.path)
+    actor = Actor(config, mesh, family_for(hf), hf, restriction=Restriction.of(stack))
+    actor.load_hf(config.model.path)
     state = TrainState(0, 0, 0, seed=0, architecture=facts.architecture, world_size=mesh.world_size, has_optimizer=True)
     run = Run(config, facts, mesh, actor, stack, estimator, state, Timers(), Progress("none", 1), folder)
     if "reference" in stack.needs:
-        run.reference = open_actor(config, mesh, stack, str(folder / "reference"), trains=False)
+        run.reference = open_reference(config, mesh, facts, stack)
     return run
-
-
-def open_actor(config: Config, mesh: Mesh, stack: Stack, path: str, *, trains: bool) -> Actor:
-    """A policy with the weights of a checkpoint."""
-    restriction = None
-    if stack.vocabulary is not None:
-        restriction = Restriction(None if "keep_sets" in stack.vocabulary.needs else stack.vocabulary.config.rho)
-    hf = read_config(path)
-    actor = Actor(config, mesh, family_for(hf), hf, trains=trains, restriction=restriction)
-    actor.load_hf(path)
-    return actor
 
 
 def whole_batch(run: Run, facts: ModelFacts, experts_a_token: int, seed: int) -> Batch:

@@ -14,32 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.actor.parallel import Mesh, create_mesh, destroy_mesh, prepare_process
-from megatron_rl.config import Config, ModelConfig, ParallelConfig
+from megatron_rl.config import ParallelConfig
 
 prepare_process(threads=1)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state as ps  # noqa: E402
-from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from megatron_rl.actor.model import PolicyModel, build_chunks, detect_implementation  # noqa: E402
+from megatron_rl.actor.model import PolicyModel  # noqa: E402
 from megatron_rl.convert.bridge import export_hf, load_hf  # noqa: E402
 from megatron_rl.convert.commands import hf_to_mcore, mcore_to_hf  # noqa: E402
-from megatron_rl.convert.families import family_for  # noqa: E402
 from megatron_rl.convert.hf import HfReader, read_config  # noqa: E402
-
-
-def build(folder: Path, parallel: ParallelConfig, mesh: Mesh) -> list[PolicyModel]:
-    """Chunks whose every value is NaN, so that nothing passes that was not loaded."""
-    hf = read_config(folder)
-    config = Config(model=ModelConfig(path=str(folder), dtype="float32"), parallel=parallel)
-    _, chunks = build_chunks(config, family_for(hf), hf, mesh, detect_implementation())
-    for parameter in (p for chunk in chunks for p in chunk.parameters()):
-        parameter.data.fill_(float("nan"))
-    return chunks
+from tools.families.through_megatron import build, logits  # noqa: E402
 
 
 def export(chunks: list[PolicyModel], reader: HfReader, mesh: Mesh, **options: Any) -> dict[str, Any]:
@@ -55,21 +43,6 @@ def export(chunks: list[PolicyModel], reader: HfReader, mesh: Mesh, **options: A
     held = [tensor is not None for _, tensor in got]
     different = [n for n, t in got if t is not None and not torch.equal(t, reader.tensor(n))]
     return {"names": [n for n, _ in got], "different": different, "held": all(held) if mesh.is_main else any(held), "seconds": seconds}
-
-
-@torch.no_grad()
-def logits(chunk: PolicyModel, tokens: torch.Tensor) -> torch.Tensor:
-    """[T, P] of one sequence, on every rank."""
-    size = tokens.numel()
-    ends = torch.tensor([0, size], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=size, max_seqlen_kv=size)
-    hidden = chunk(input_ids=tokens[None], position_ids=torch.arange(size)[None], attention_mask=None, packed_seq_params=packed)
-    if chunk.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden)
-    mine = hidden.squeeze(1) @ chunk.output_weight().T
-    shards = [torch.empty_like(mine) for _ in range(ps.get_tensor_model_parallel_world_size())]
-    dist.all_gather(shards, mine.contiguous(), group=ps.get_tensor_model_parallel_group())
-    return torch.cat(shards, -1)
 
 
 def padding_is_zero(chunks: list[PolicyModel], vocab: int) -> bool:
@@ -96,7 +69,8 @@ def run(folder: Path, layout: str) -> dict[str, Any]:
     result["bfloat16"] = all(torch.equal(t, reader.tensor(n).bfloat16()) for n, t in bfloat16.items())
     if parallel.pipeline == 1:
         reference = load_file(folder / "reference" / "logits.safetensors")
-        got = logits(chunks[0], reference["tokens"])[:, : reader.config["vocab_size"]]
+        tokens = reference["tokens"]
+        got = logits(chunks, tokens, (tokens.numel(),), mesh)[:, : reader.config["vocab_size"]]
         result["max_logit_diff"] = float((got - reference["logits"]).abs().max())
     mesh.barrier()
     return result
