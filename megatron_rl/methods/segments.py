@@ -9,10 +9,13 @@ padding or in tool tokens (NaN included) has no effect. A prefix never crosses a
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from .scans import SequenceScans
 
 
 class Segments(Protocol):
@@ -94,9 +97,15 @@ class LocalSegments:
         self._start_M = (count_S.cumsum(0) - count_S)[self._sequence_M]
         self._rank_M = torch.arange(self._index_M.numel(), device=mask_T.device) - self._start_M
 
+    @cached_property
+    def _scans(self) -> SequenceScans:
+        return SequenceScans(self.mask_T, self._index_M[self._start_M[self._rank_M == 0]])
+
+    def _fast(self, x_T: Tensor) -> bool:
+        return x_T.device.type == "cpu" and not x_T.requires_grad
+
     def _take(self, x_T: Tensor) -> Tensor:
-        x_M = x_T[self._index_M]
-        return x_M if x_M.dtype == torch.float64 else x_M.float()
+        return _at_least_fp32(x_T[self._index_M])
 
     def _put(self, x_M: Tensor) -> Tensor:
         return x_M.new_zeros(self.mask_T.shape).index_put((self._index_M,), x_M)
@@ -127,6 +136,8 @@ class LocalSegments:
         return self._put(x_S[self._sequence_M])
 
     def prefix_sum(self, x_T: Tensor) -> Tensor:
+        if self._fast(x_T):
+            return self._scans.sum(_at_least_fp32(x_T))
         return self._put(self._inclusive(self._take(x_T)))
 
     def _inclusive(self, x_M: Tensor) -> Tensor:
@@ -139,6 +150,8 @@ class LocalSegments:
         return self._put(self._rank_M.float() + 1)
 
     def prefix_min_before(self, x_T: Tensor) -> Tensor:
+        if self._fast(x_T):
+            return self._scans.min_before(_at_least_fp32(x_T))
         x_M = self._take(x_T)
         longest = int(self._count_S.max()) if self.num_sequences else 0
         padded_SC = x_M.new_full((self.num_sequences, longest + 1), torch.inf)
@@ -163,6 +176,10 @@ class LocalSegments:
     def turn_mean(self, x_T: Tensor) -> Tensor:
         total_T = self.turn_sum(x_T)
         return total_T / self.turn_sum(torch.ones_like(total_T)).clamp(min=1)
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _dense_ids(sequence_M: Tensor, turn_M: Tensor) -> Tensor:

@@ -9,13 +9,14 @@ Where each of the 19 statements of papers.md 15 is tested (files of this folder 
  5  E|rho-1|, E k1, E k3             here: martingales_and_sample_estimators
  6  prefix KL generators             here: kl_chain_and_prefix_generators
  7  DVP                              noise bounds and path identities: test_dvp_theory; shards, padding, gradient:
-                                     tests/unit/test_logprobs.py, tests/dist/test_logprobs.py; pruned training is exact importance
+                                     tests/unit/test_logprobs.py, tests/dist/test_sharded_logprobs.py; pruned training is exact importance
                                      sampling: here, pruned_training_*
  8  SIS acceptance                   test_draws: sis_accepts_tokens_as_if_theta_had_drawn_them
  9  gradients at theta = old = mu    test_invariants: on_policy_gradient_is_reinforce
 10  detachment                       test_invariants: only_theta_carries_a_gradient (and packs.DetachedSegments everywhere)
 11  length bias of TRM-Max           test_draws: trm_max_rejects_by_length_and_geometric_tests_do_not
-12  context parallelism, packing     tests/dist/test_segments.py: shards_equal_the_whole; test_segments; test_invariants: packing_*, tool_*
+12  context parallelism, packing     tests/dist/test_sharded_segments.py: shards_equal_the_whole; test_segments;
+                                     test_invariants: packing_*, tool_*
 13  ACPO-Adaptive's bins, any layout test_invariants: packing_changes_nothing; tests/dist/test_layouts.py
 14  SORL: kept + C = unclipped       test_formulas: sorl_clipped_loss_completes_the_gradient
 15  MIPU                             verdicts and state: test_host_side mipu_*; bit-exact restore: tests/dist/test_rollback.py,

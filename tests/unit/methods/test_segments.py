@@ -75,13 +75,23 @@ def test_reductions(pack: Pack) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(packs, st.integers(0, 9))
-def test_scans(pack: Pack, n: int) -> None:
-    segments, x_T = pack.segments(), pack.values()
+@given(packs, st.integers(0, 9), st.booleans())
+def test_scans(pack: Pack, n: int, gradient: bool) -> None:
+    """Both ways: with a gradient, and the faster one that needs none on a CPU."""
+    segments, x_T = pack.segments(), pack.values().requires_grad_(gradient)
     check(segments.prefix_sum(x_T), pack.per_token(lambda v, i, _: sum(v[: i + 1])))
     check(segments.prefix_count(), pack.per_token(lambda v, i, _: i + 1))
     check(segments.prefix_min_before(x_T), pack.per_token(lambda v, i, _: min(v[:i], default=math.inf)))
     check(segments.window_sum_after(x_T, n), pack.per_token(lambda v, i, _: sum(v[i + 1 : i + 1 + n])))
+
+
+def test_a_nan_in_a_loss_token_shows() -> None:
+    """Selection drops what stands in padding, nothing else: a NaN that is a token's own value stays in every later prefix."""
+    mask_T = torch.tensor([True, False, True, True, True])
+    segments = LocalSegments(torch.tensor([0, 0, 0, 0, 1]), mask_T, 2)
+    x_T = torch.tensor([1.0, math.nan, math.nan, 2.0, 3.0])
+    assert [*map(math.isnan, segments.prefix_sum(x_T).tolist())] == [False, False, True, True, False]
+    assert [*map(math.isnan, segments.prefix_min_before(x_T).tolist())] == [False, False, False, True, False]
 
 
 @settings(max_examples=60, deadline=None)
