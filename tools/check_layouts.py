@@ -18,9 +18,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-from rich.table import Table
-
 from tools.layouts.compare import BOUND, Difference, largest
 from tools.layouts.matrix import LAYOUTS, METHODS, RECOMPUTE, SPECIAL, Case, full, oracle, quick
 from tools.layouts.runs import make_models, run_cases
@@ -56,29 +53,31 @@ def measured(cases: Sequence[Case]) -> Iterator[Row]:
         folder = Path(temporary)
         make_models(folder)
         expected = run_cases(folder, [oracle(case.method) for case in cases])
-        for processes in sorted({case.where.processes for case in cases}):
-            mine = [case for case in cases if case.where.processes == processes]
-            yield from compared(mine, expected, run_cases(folder, mine))
+        for layout in LAYOUTS:  # processes of their own: Megatron closes no group that it opened
+            mine = [case for case in cases if case.layout == layout]
+            if mine:
+                yield from compared(mine, expected, run_cases(folder, mine))
 
 
 def compared(cases: Sequence[Case], expected: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[Row]:
-    """Each case with its largest difference, in the order of the layouts."""
-    for case in sorted(cases, key=lambda c: (list(LAYOUTS).index(str(c.layout)), c.method)):
+    """Each case with its largest difference, in the order of the methods."""
+    for case in sorted(cases, key=lambda c: c.method):
         yield case, largest(expected[oracle(case.method).name], found[case.name])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    rows = list(measured(chosen_cases(argv)))
-    table = Table("layout", "method", "recompute", "largest difference", "of", box=None)
-    for case, difference in rows:
-        mark = "" if difference.size <= BOUND else "[bold red]"
-        table.add_row(case.layout, case.method, case.recompute, f"{mark}{difference.size:.1e}", difference.quantity)
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(table)
-    worst = max(difference.size for _, difference in rows)
-    console.print(f"{len(rows)} combinations, largest {worst:.1e}, bound {BOUND:.0e}", highlight=False)
-    return int(not worst <= BOUND)
+    cases = chosen_cases(argv)
+    line = "{:<14} {:<18} {:<11} {:>10}  {}"
+    print(line.format("layout", "method", "recompute", "largest", "of"))
+    sizes = []
+    for case, difference in measured(cases):
+        mark = "" if difference.size <= BOUND else "   ABOVE THE BOUND"
+        found = line.format(str(case.layout), case.method, case.recompute, f"{difference.size:.1e}", difference.quantity)
+        print(found + mark, flush=True)
+        sizes.append(difference.size)
+    print(f"{len(sizes)} combinations, largest {max(sizes):.1e}, bound {BOUND:.0e}")
+    return int(not all(size <= BOUND for size in sizes))
 
 
 if __name__ == "__main__":
