@@ -84,7 +84,7 @@ def _settings(name: str, kind: str) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield f"on {base}", ("--objective", _yaml({"name": base}), "--corrections", _yaml(stacked), *(warm if kind == "penalty" else ()))
     elif name == "dvp":
         for support in ("engine", "keep_sets", "unpruned"):
-            engine = () if support == "unpruned" else ("--rollout.min_p", "0.001", "--rollout.keep_sets", "256")
+            engine = () if support == "unpruned" else ("--rollout.min_p", "0.001", "--rollout.keep_sets", "512")
             yield f"{support}, rho 1e-3", ("--methods", _yaml([{"name": name, "params": {"rho": 0.001, "support": support}}]), *engine)
     elif name == "keep_sets":
         truncated = ("--rollout.top_p", "0.9", "--rollout.top_k", "32", "--rollout.keep_sets", "32")
@@ -211,13 +211,15 @@ Labels: [N] not located, [I] partly inferred, [A] abstract only; see each page.
 
 def page(results: dict[str, dict[str, Any]]) -> str:
     """docs/methods/index.md."""
-    parts = [HEADER, f"Machine: {platform.machine()}, {os.cpu_count()} cores, no GPU. Seconds are the median of a step.\n"]
+    parts = [HEADER, _machine()]
     for kind in get_args(Kind):
         mine = [r for r in rows() if METHODS[r.name].kind == kind and key(r) in results]
         if not mine:
             continue
         parts.append(f"\n## {kind.capitalize()}\n")
-        parts.append("| method | setting | reward, first and last steps | held-out | k3 | kept | s a step |\n|---|---|---|---|---|---|---|")
+        parts.append(
+            "| method | setting | reward, first and last steps | held-out | k3 | kept | s a step | load |\n|---|---|---|---|---|---|---|---|"
+        )
         parts += [_line(row, results[key(row)]) for row in mine]
     due = [f"[{name}]({name}.md)" for name in dict.fromkeys(r.name for r in rows() if key(r) not in results)]
     if due:
@@ -226,13 +228,20 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
+def _machine() -> str:
+    return (
+        f"Machine: {platform.machine()}, {os.cpu_count()} cores, no GPU. Seconds are the median of a step, with the load average beside them: "
+        "a run alone on\nthe machine makes a load of 1.5 to 2; at more, other work shared the cores and the seconds are too many.\n"
+    )
+
+
 def _line(row: Row, r: dict[str, Any]) -> str:
     mark = label(METHODS[row.name])
     name = f"[{row.name}]({row.name}.md)" + (f" {mark.split()[0]}" if mark else "")
     kept = "" if r["acceptance"] is None else f"{r['acceptance']:.3f}"
     reward = f"{r['reward_before']:.3f} → {r['reward_after']:.3f}"
     held_out = f"{r['held_out_before']:.3f} → {r['held_out_after']:.3f}"
-    return f"| {name} | {row.setting} | {reward} | {held_out} | {r['k3']:.1e} | {kept} | {r['seconds']:.2f} |"
+    return f"| {name} | {row.setting} | {reward} | {held_out} | {r['k3']:.1e} | {kept} | {r['seconds']:.2f} | {r['load']:.1f} |"
 
 
 def main() -> None:
