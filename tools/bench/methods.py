@@ -230,8 +230,8 @@ def page(results: dict[str, dict[str, Any]]) -> str:
 
 def _machine() -> str:
     return (
-        f"Machine: {platform.machine()}, {os.cpu_count()} cores, no GPU. Seconds are the median of a step, with the load average beside them: "
-        "a run alone on\nthe machine makes a load of 1.5 to 2; at more, other work shared the cores and the seconds are too many.\n"
+        f"Machine: {platform.machine()}, {os.cpu_count()} cores, no GPU. Seconds are the median of a step, with the load average beside\n"
+        "them: a run alone on the machine makes a load of 1.5 to 2; at more, other work shared the cores and the seconds are too many.\n"
     )
 
 
