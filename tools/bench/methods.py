@@ -217,9 +217,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         if not mine:
             continue
         parts.append(f"\n## {kind.capitalize()}\n")
-        parts.append(
-            "| method | setting | reward, first and last steps | held-out | k3 | kept | s a step | load |\n|---|---|---|---|---|---|---|---|"
-        )
+        parts.append("| method | setting | reward, first and last steps | held-out | k3 | kept | s a step | load |\n" + "|---" * 8 + "|")
         parts += [_line(row, results[key(row)]) for row in mine]
     due = [f"[{name}]({name}.md)" for name in dict.fromkeys(r.name for r in rows() if key(r) not in results)]
     if due:
