@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from megatron_rl.page.figure import Card
+from megatron_rl.page.numbers import number, percent
+
 Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Card:
-    """One number."""
-
-    label: str
-    value: str
-    detail: str = ""
-    tone: str = ""
-    """"good" or "bad" colours the detail."""
 
 
 def build_cards(summary: Mapping[str, Any], rows: Sequence[Row]) -> list[Card]:
@@ -54,16 +45,16 @@ def _mismatch(summary: Mapping[str, Any], rows: Sequence[Row]) -> Card | None:
     replay = _value(summary, "k3_replay", rows, "mismatch/k3_replay")
     live = _value(summary, "k3_live", rows, "mismatch/k3_live")
     if replay is None:
-        return Card("Mismatch, k3", f"{live:.2e}", "routed live") if live is not None else None
+        return Card("Mismatch, k3", number(live), "routed live") if live is not None else None
     if live is None:
-        return Card("Mismatch, k3", f"{replay:.2e}", "routes replayed")
-    detail = f"{live:.2e} routed live" + (f": {live / replay:,.1f} times" if replay > 0 else "")
-    return Card("Mismatch, k3, replayed", f"{replay:.2e}", detail)
+        return Card("Mismatch, k3", number(replay), "routes replayed")
+    detail = f"{number(live)} routed live" + (f": {live / replay:,.1f} times" if replay > 0 else "")
+    return Card("Mismatch, k3, replayed", number(replay), detail)
 
 
 def _routing(summary: Mapping[str, Any], rows: Sequence[Row]) -> Card | None:
     share = _value(summary, "route_mismatch_share", rows, "routing/token_mismatch_share")
-    return None if share is None else Card("Tokens routed otherwise", f"{share:.1%}", "in at least one layer, without replay")
+    return None if share is None else Card("Tokens routed otherwise", percent(share), "in at least one layer, without replay")
 
 
 def _speed(summary: Mapping[str, Any], rows: Sequence[Row]) -> Card | None:

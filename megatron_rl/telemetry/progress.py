@@ -38,7 +38,7 @@ class Progress:
 
         Args:
             mode: auto takes rich on a terminal and plain elsewhere.
-            total: steps of the whole run.
+            total: steps of the whole run; 0 when that is not known.
             title: the panel's heading, e.g. the run's folder.
             rank: this process's global rank.
             first: steps done before this process started (a resumed run).
@@ -82,7 +82,7 @@ class Progress:
     def _is_due(self, values: Mapping[str, float]) -> bool:
         """A line every few seconds, and one for each evaluation and for the last step: logs of fast steps stay readable."""
         now = time.monotonic()
-        due = now - self._last_line >= PLAIN_INTERVAL or self._step >= self._total or any(name.startswith("eval/") for name in values)
+        due = now - self._last_line >= PLAIN_INTERVAL or 0 < self._total <= self._step or any(name.startswith("eval/") for name in values)
         if due:
             self._last_line = now
         return due
@@ -94,7 +94,7 @@ class Progress:
 
     def line(self, values: Mapping[str, float]) -> str:
         """The step in one line."""
-        parts = [f"step {self._step}/{self._total}"]
+        parts = [f"step {self._step}/{self._total}" if self._total else f"step {self._step}"]
         for name, label, form in _LINE:
             if name in values:
                 parts.append(f"{label} {_show(values[name], form)}")

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_rl.telemetry.charts import build_charts, trailing_mean
+from megatron_rl.page.figure import Figure
+from megatron_rl.telemetry.charts import build_sections, thinned, trailing_mean
 from megatron_rl.telemetry.headline import build_cards
 from megatron_rl.telemetry.metrics import MetricWriter, read_metrics
 from megatron_rl.telemetry.progress import Progress
@@ -202,24 +203,46 @@ def test_trailing_mean_leaves_out_what_is_missing() -> None:
     assert trailing_mean([None], 2) == [None]
 
 
+def figures(rows: list[dict[str, float]]) -> dict[str, Figure]:
+    return {item.title: item for section in build_sections(rows) for item in section.items if isinstance(item, Figure)}
+
+
 def test_charts_show_each_metric_once_and_sum_the_phases_to_the_step() -> None:
-    rows = [{"step": 0, "time": 0.0, "eval/pass_rate": 0.2}, {"step": 1, "time": 3.0, **STEP, "odd/one": 1.0}]
-    charts = {chart.title: chart for chart in build_charts(rows)}
-    assert set(charts) == {
-        "Reward",
-        "Mismatch, k3",
-        "Mismatch, max |d|",
-        "Routed otherwise",
-        "Seconds a step, by phase",
-        "Response length",
-        "Throughput",
-        "odd/one",
+    rows = [{"step": 0, "time": 0.0, "eval/pass_rate": 0.2}, {"step": 1, "time": 3.0, **STEP, "odd/one": 1.0, "trm/kept_share": 0.9}]
+    sections = {section.title: [item.title for item in section.items] for section in build_sections(rows)}
+    assert sections == {
+        "Outcome": ["Reward", "Response length"],
+        "Mismatch of trainer and engine": ["Mismatch, k3", "Largest |d|"],
+        "Routing": ["Routed otherwise"],
+        "Acceptance": ["Kept"],
+        "Time": ["Seconds a step, by stage", "Throughput"],
+        "Every other metric": ["odd/one"],
     }
-    assert charts["odd/one"].more
-    assert charts["Mismatch, k3"].log
-    phases = {series.name: series.y[0] for series in charts["Seconds a step, by phase"].series}
+    assert build_sections(rows)[-1].folded
+    charts = figures(rows)
+    assert charts["Mismatch, k3"].y.log
+    phases = {series.name: series.y[0] for series in charts["Seconds a step, by stage"].series}
     # 2.25 s a step less 1.5 and 0.5.
     assert phases == {"rollout": 1.5, "train": 0.5, "other": 0.25}
+
+
+def test_layers_are_drawn_by_their_number_as_the_share_that_differs() -> None:
+    rows = [{"step": step, "time": 1.0, "routing/exact/layer_01": 1 - 0.1 * step, "routing/exact/layer_00": 1.0} for step in range(1, 5)]
+    (bars,) = figures(rows)["Flips by layer"].series
+    assert list(bars.x) == ["0", "1"]
+    # The last quarter of four steps is step 4.
+    assert bars.y == pytest.approx([0.0, 0.4])
+
+
+def test_a_long_run_is_drawn_with_few_points_and_no_spike_is_lost() -> None:
+    x, y = list(range(20_000)), [1.0] * 20_000
+    y[777], y[15_001], y[9_000] = 50.0, -50.0, None  # type: ignore[call-overload]
+    few_x, few_y = thinned(x, y, 400)
+    assert len(few_x) <= 400 + 1
+    assert few_x == sorted(few_x)
+    kept = dict(zip(few_x, few_y, strict=True))
+    assert (kept[777], kept[15_001], kept[9_000]) == (50.0, -50.0, None)
+    assert thinned([1.0], [2.0]) == ([1.0], [2.0])
 
 
 def test_headline_takes_the_summary_and_falls_back_to_the_metrics() -> None:
@@ -230,7 +253,7 @@ def test_headline_takes_the_summary_and_falls_back_to_the_metrics() -> None:
     ]
     cards = {card.label: card for card in build_cards({}, rows)}
     assert (cards["Held-out pass rate"].value, cards["Held-out pass rate"].detail) == ("0.250 → 0.500", "+0.250")
-    assert cards["Mismatch, k3, replayed"].detail == "1.00e-03 routed live: 50.0 times"
+    assert cards["Mismatch, k3, replayed"].detail == "0.00100 routed live: 50.0 times"
     assert cards["Wall clock"].value == "1 min 03 s"
     assert "Export" not in cards
     better = {card.label: card for card in build_cards({"pass_rate_before": 0.3, "pass_rate_after": 0.2, "export_matches": False}, rows)}
@@ -245,12 +268,14 @@ def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
     (folder / "summary.json").write_text(json.dumps({"seed": 0, "sglang": "0.5.23", "seconds_by_phase": {"rollout": 1.5}}))
     page = write_report(folder).read_text()
     assert "<title>a&lt;b · megatron_rl</title>" in page
-    assert "plotly.js v" in page
-    assert not re.search(r"<(script|link|img)[^>]+(src|href)=", page)
-    assert page.count("</script>") == 2  # plotly and ours: a metric's name cannot close one
-    data = json.loads(re.search(r"^const charts = (.*);$", page, re.MULTILINE).group(1))  # type: ignore[union-attr]
-    assert data[0]["title"] == "Reward"
-    assert "<dt>seconds_by_phase.rollout</dt><dd>1.5</dd>" in page
+    assert not re.search(r"(src|href)=[\"'](?!data:|#)", page)
+    assert page.count("</script>") == 2  # data and script: a metric's name cannot close one
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page).group(1))  # type: ignore[union-attr]
+    assert next(iter(data.values()))["title"] == "Reward"
+    assert data["loss"]["series"][0]["y"] == [None]
+    assert "<dt>seconds_by_phase.rollout</dt><dd>1.500</dd>" in page
+    assert (folder / "csv" / "mismatch_k3.csv").read_text() == "series,step,nats\nroutes replayed,1,2e-05\nrouted live,1,0.001\n"
+    assert len(page) < 100_000
 
 
 def test_a_run_without_metrics_has_no_report(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""The mismatch laboratory: measure, attribute, record, replay, report."""
