@@ -5,5 +5,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/install.sh
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 .venv/bin/python tools/check_layouts.py
+.venv/bin/python tools/check_replay.py
 bash tools/peer_env.sh
 .peer/bin/python -m pytest tests/peer

@@ -6,6 +6,7 @@ A trajectory is the prompt's ids followed by the ids the server sampled; text is
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from megatron_rl.rollout.sampling import Sampling
 from megatron_rl.types import Prompt, Trajectory
 
 __all__ = ["Sampling", "collect", "resume"]
+logger = logging.getLogger(__name__)
 
 OVERSUBSCRIPTION = 2
 """Samples asked of a server at once, as a multiple of those it can run: its queue must never be empty while work is left."""
@@ -35,6 +37,7 @@ def collect(
     routes: bool,
     version: int | None,
     keep_aborted: bool = False,
+    resume_aborted: int = 0,
 ) -> list[Trajectory]:
     """Samples `samples` answers to each prompt.
 
@@ -42,6 +45,7 @@ def collect(
         routes: whether each trajectory carries the experts of its tokens.
         version: the weight version every token must come from; None takes any, which are then told apart by `Trajectory.versions`.
         keep_aborted: whether an answer the server cut off is returned (finish_reason "abort") or an error.
+        resume_aborted: how often it is gone on with (`resume`) before it is either.
 
     Returns:
         len(prompts) * samples trajectories, the samples of a prompt next to each other, in the order of `prompts`.
@@ -53,7 +57,7 @@ def collect(
     for prompt in prompts:
         _check_tokens(prompt, fleet.facts.vocab_size)
     expected = _expected(fleet, sampling, routes, version, keep_aborted)
-    return list(fleet.run(_Collection(fleet, samples, sampling, expected).gather, prompts))
+    return list(fleet.run(_Collection(fleet, samples, sampling, expected, resume_aborted).gather, prompts))
 
 
 def resume(
@@ -96,11 +100,12 @@ def _check_tokens(prompt: Prompt, vocab_size: int) -> None:
 class _Collection:
     """One call of `collect` or `resume`."""
 
-    def __init__(self, fleet: Fleet, samples: int, sampling: Sampling, expected: Expected) -> None:
+    def __init__(self, fleet: Fleet, samples: int, sampling: Sampling, expected: Expected, resumes: int = 0) -> None:
         self.fleet = fleet
         self.samples = samples
         self.sampling = sampling
         self.expected = expected
+        self.resumes = resumes
         # A server that is asked for all samples at once computes the prompt once (14 tokens: 15 % of its time, more for longer ones).
         # A router takes single samples only; and that one computation samples nothing, which SGLang 0.5.23 then calls a keep-set it lost.
         self.per_request = 1 if fleet.router or sampling.truncates else samples
@@ -146,13 +151,29 @@ class _Collection:
     async def _request(self, prompt: Prompt, group: str, first: int) -> list[Trajectory]:
         count = min(self.per_request, self.samples - first)
         replies, url = await self._ask(prompt, f"{group}.{first}", self.sampling, count)
-        return [trajectory(reply, prompt, group, f"{group}.{first + k}", url, self.expected) for k, reply in enumerate(replies)]
+        expected = self._tolerant(self.resumes)
+        answers = [trajectory(reply, prompt, group, f"{group}.{first + k}", url, expected) for k, reply in enumerate(replies)]
+        return [await self._finished(one, f"{group}.{first + k}") for k, one in enumerate(answers)]
 
-    async def _continue(self, before: Trajectory, rid: str) -> list[Trajectory]:
+    def _tolerant(self, resumes: int) -> Expected:
+        """What is expected where a cut-off answer can still be gone on with so many times."""
+        return replace(self.expected, keep_aborted=self.expected.keep_aborted or resumes > 0)
+
+    async def _finished(self, one: Trajectory, rid: str) -> Trajectory:
+        for number in range(self.resumes):
+            if one.finish_reason != "abort":
+                break
+            if one.response_tokens >= self.sampling.max_new_tokens:
+                return replace(one, finish_reason="length")  # cut off where it would have ended anyway
+            logger.warning("request %s was cut off after %d tokens; it goes on from there", rid, one.response_tokens)
+            (one,) = await self._continue(one, f"{rid}.r{number}", self._tolerant(self.resumes - 1 - number))
+        return one
+
+    async def _continue(self, before: Trajectory, rid: str, expected: Expected | None = None) -> list[Trajectory]:
         prompt, start = request_for(before), rows_known(before)
         left = replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - before.response_tokens)
         (reply,), url = await self._ask(prompt, rid, left, 1, start)
-        return [continued(before, *answer(reply, prompt, before.group, rid, url, self.expected, start))]
+        return [continued(before, *answer(reply, prompt, before.group, rid, url, expected or self.expected, start))]
 
     async def _ask(self, prompt: Prompt, rid: str, sampling: Sampling, count: int, start: int = 0) -> tuple[list[dict[str, Any]], str]:
         """(`count` answers, the URL they came from). `start`: the first row of routes that is asked for."""

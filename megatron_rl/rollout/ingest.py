@@ -45,11 +45,16 @@ def trajectory(reply: Mapping[str, Any], prompt: Prompt, group: str, rid: str, u
 
 
 def with_routes(plain: Trajectory, rows: RouteRows | None) -> Trajectory:
-    """`plain` with the routes of all its rows."""
+    """`plain` with the routes of all its rows, each in ascending order.
+
+    The sum over a row's gates depends on their order in the last bit. A record keeps sets of experts, so a row has one order everywhere.
+    """
     if rows is None:
         return plain
     assert rows.start == 0
-    return replace(plain, routes=rows.routes, routes_valid=None if rows.valid.all() else rows.valid)
+    routes = rows.routes.copy()
+    routes.sort(axis=-1)
+    return replace(plain, routes=routes, routes_valid=None if rows.valid.all() else rows.valid)
 
 
 def answer(

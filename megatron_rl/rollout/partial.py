@@ -28,7 +28,7 @@ def rows_known(before: Trajectory) -> int:
 
 
 def continued(before: Trajectory, after: Trajectory, rows: RouteRows | None) -> Trajectory:
-    """One trajectory out of an answer and what it was gone on with.
+    """One trajectory out of an answer and what it was gone on with; the answer as it was, aborted, where that request never began.
 
     Args:
         after: the answer to `request_for(before, ..)`, as `ingest.answer` gives it.
@@ -41,6 +41,8 @@ def continued(before: Trajectory, after: Trajectory, rows: RouteRows | None) -> 
     assert np.array_equal(after.tokens[:n], before.tokens), "the answer is not to request_for(before)"
     if not before.response_tokens and before.routes is None:  # the first request never began
         return with_routes(dataclasses.replace(after, prompt=before.prompt, group=before.group), rows)
+    if after.finish_reason == "abort" and rows is None and not after.response_tokens:  # the second one never began: as if it was not asked
+        return dataclasses.replace(before, finish_reason="abort")
     given = len(after.prompt.tokens) - n
     turn = int(before.turns.max()) + (given > 0 and before.response_tokens > 0)
 

@@ -55,7 +55,7 @@ def compare(live_RK: Tensor, given_RK: Tensor, log_scores_RE: Tensor, real_R: Te
     live_MK, given_MK, scores_ME = live_RK[real_R], given_RK[real_R].long(), log_scores_RE[real_R]
     shared_M = (live_MK[:, :, None] == given_MK[:, None, :]).sum(dim=(1, 2)).double()
     differs_M = shared_M < k
-    margin_M = _margins(scores_ME, live_MK, k).double()
+    margin_M = margins(scores_ME, live_MK).double()
     differs_R = torch.zeros_like(real_R)
     differs_R[real_R] = differs_M
     return (
@@ -73,35 +73,36 @@ def compare(live_RK: Tensor, given_RK: Tensor, log_scores_RE: Tensor, real_R: Te
     )
 
 
-def _margins(scores_ME: Tensor, live_MK: Tensor, k: int) -> Tensor:
+def margins(scores_ME: Tensor, live_MK: Tensor) -> Tensor:
     """[M] the least chosen score minus the best of the others; 0 where all experts are chosen.
 
     With an expert bias or groups the choice is not by score alone, and a margin may be negative.
     """
-    if k == scores_ME.shape[1]:
+    if live_MK.shape[1] == scores_ME.shape[1]:
         return scores_ME.new_zeros(scores_ME.shape[0])
     rest_ME = scores_ME.scatter(1, live_MK, -torch.inf)
     return scores_ME.gather(1, live_MK).amin(dim=1) - rest_ME.amax(dim=1)
 
 
-def summary(layers: dict[int, LayerCounts]) -> dict[str, float]:
+def summary(layers: dict[int, LayerCounts], prefix: str = "routing", *, by_layer: bool = True) -> dict[str, float]:
     """Named metrics, in all and per layer, from every layer's counts (keys: depth among the MoE layers, from 0).
 
     A mean over nothing is left out: no flips, no margin at flips.
     """
-    whole = {n: c for n, c in layers.items() if c.tokens}
+    whole = {n: c for n, c in sorted(layers.items()) if c.tokens}
     if not whole:
         return {}
     pairs: dict[str, tuple[float, float]] = {}
     for name in ("exact", "overlap", "jaccard"):
-        pairs[f"routing/{name}"] = (sum(getattr(c, name) for c in whole.values()), sum(c.tokens for c in whole.values()))
-        pairs |= {f"routing/{name}/layer_{n:02d}": (getattr(c, name), c.tokens) for n, c in sorted(whole.items())}
+        pairs[f"{prefix}/{name}"] = (sum(getattr(c, name) for c in whole.values()), sum(c.tokens for c in whole.values()))
+        if by_layer:
+            pairs |= {f"{prefix}/{name}/layer_{n:02d}": (getattr(c, name), c.tokens) for n, c in whole.items()}
     flips = sum(c.tokens - c.exact for c in whole.values())
-    pairs["routing/margin_at_flips"] = (sum(c.margin_at_flips for c in whole.values()), flips)
-    pairs["routing/margin_elsewhere"] = (sum(c.margin_elsewhere for c in whole.values()), sum(c.exact for c in whole.values()))
+    pairs[f"{prefix}/margin_at_flips"] = (sum(c.margin_at_flips for c in whole.values()), flips)
+    pairs[f"{prefix}/margin_elsewhere"] = (sum(c.margin_elsewhere for c in whole.values()), sum(c.exact for c in whole.values()))
     for side in ("live", "given"):
         worst = [violation(getattr(c, f"{side}_load_E")) for c in whole.values()]
-        pairs[f"routing/load_violation_{side}"] = (sum(worst), float(len(worst)))
+        pairs[f"{prefix}/load_violation_{side}"] = (sum(worst), float(len(worst)))
     return {name: total / count for name, (total, count) in pairs.items() if count}
 
 

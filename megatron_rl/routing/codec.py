@@ -47,6 +47,7 @@ Form = Literal["raw", "set", "ordered"]
 FORMS: tuple[Form, ...] = get_args(Form)
 MAGIC, VERSION = b"mrlR", 1
 _HEADER = struct.Struct("<4sBBBBIIIIQII")
+HEADER_BYTES = _HEADER.size
 _CHECKSUM_BYTES = 4
 CHUNK = 8192
 """Rows worked on at a time, so that a handful of words a row stay in the cache of a core. A multiple of 8, so that chunks of packed
@@ -86,7 +87,7 @@ class Header:
         """What must follow the header."""
         if self.form == "raw":
             return self.rows * self.shape[2] * self.dtype.itemsize
-        return sum(_field_bytes(bits, self.rows) for bits in self.fields)
+        return sum(field_bytes(bits, self.rows) for bits in self.fields)
 
     def problem(self) -> str | None:
         """Why there can be no such routes, or not in this form."""
@@ -124,7 +125,7 @@ def encode(routes_NLK: NDArray[np.integer], experts: int, form: Form = "set") ->
     if form == "raw":
         for part in _chunks(header.rows):
             _columns(ids[part], part.start, layers)
-        return _sealed(header, [ids.data if ids.size else b""])
+        return sealed(header, [ids.data if ids.size else b""])
     stores = [_Store.empty(bits, header.rows) for bits in header.fields]
     for part in _chunks(header.rows):
         columns = _columns(ids[part], part.start, layers)
@@ -132,7 +133,7 @@ def encode(routes_NLK: NDArray[np.integer], experts: int, form: Form = "set") ->
         stores[0].put(part, rank_sets(columns, below, experts))
         if form == "ordered":
             stores[1].put(part, rank_orders(later))
-    return _sealed(header, [piece for store in stores for piece in (store.whole.tobytes(), store.rest.tobytes())])
+    return sealed(header, [piece for store in stores for piece in (store.whole.tobytes(), store.rest.tobytes())])
 
 
 def read_header(data: bytes | memoryview) -> Header:
@@ -181,7 +182,7 @@ def _decode_rows(header: Header, payload: memoryview) -> Ids:
     k, count = header.shape[2], set_count(header.experts, header.shape[2])
     stores, at = [], 0
     for bits in header.fields:
-        size = _field_bytes(bits, header.rows)
+        size = field_bytes(bits, header.rows)
         stores.append(_Store.of(bits, header.rows, payload[at : at + size]))
         at += size
     out = np.empty((header.rows, k), header.dtype)
@@ -224,7 +225,8 @@ def _columns(ids: Ids, first: int, layers: int) -> list[Ids]:
     return columns
 
 
-def _sealed(header: Header, pieces: list[bytes | memoryview]) -> bytes:
+def sealed(header: Header, pieces: list[bytes | memoryview]) -> bytes:
+    """The encoded routes whose payload is `pieces`, as `decode` takes them."""
     n, layers, k = header.shape
     form, itemsize = FORMS.index(header.form), header.dtype.itemsize
     head = _HEADER.pack(MAGIC, VERSION, form, itemsize, 0, n, layers, k, header.experts, header.payload_bytes, 0, 0)[:-_CHECKSUM_BYTES]
@@ -238,7 +240,8 @@ def _checksum(head: bytes, pieces: list[bytes | memoryview]) -> int:
     return value
 
 
-def _field_bytes(bits: int, rows: int) -> int:
+def field_bytes(bits: int, rows: int) -> int:
+    """Of `rows` numbers of `bits` bits in a payload."""
     return rows * (bits // 8) + -(-rows * (bits % 8) // 8)
 
 

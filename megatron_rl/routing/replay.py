@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..types import RouterScores
-from .agreement import NEVER, LayerCounts, compare
+from .agreement import NEVER, LayerCounts, compare, margins
+from .guard import check_router_settings
 from .layout import LIVE
 
 Mode = Literal["live", "record", "replay", "observe"]
@@ -51,15 +52,18 @@ class Session:
     chosen: dict[Key, Tensor] = field(default_factory=dict)
     """keep_scores: the experts in use, and in `scores` the natural log of their normalised router scores."""
     scores: dict[Key, Tensor] = field(default_factory=dict)
+    keep_margins: bool = False
+    margins: dict[Key, Tensor] = field(default_factory=dict)
+    """keep_margins: [rows] least log-score of the experts in use less the best of the others."""
     real_rows: Sequence[Tensor] = ()
-    """mode observe: for each micro-batch, bool [rows], False in padding."""
+    """Where live choices are compared with the given rows: for each micro-batch, bool [rows], False in padding."""
     differing: dict[int, Tensor] = field(default_factory=dict)
-    """mode observe: micro-batch -> layers of this rank that would route each token otherwise than given; padding and rows of LIVE count
+    """real_rows: micro-batch -> layers of this rank that would route each token otherwise than given; padding and rows of LIVE count
     none."""
     first: dict[int, Tensor] = field(default_factory=dict)
-    """mode observe: micro-batch -> number of the shallowest of this rank's layers that would; `agreement.NEVER` where none."""
+    """real_rows: micro-batch -> number of the shallowest of this rank's layers that would; `agreement.NEVER` where none."""
     agreement: dict[int, LayerCounts] = field(default_factory=dict)
-    """mode observe: layer number -> counts over all micro-batches."""
+    """real_rows: layer number -> counts over all micro-batches."""
     shift: dict[int, Tensor] = field(default_factory=dict)
     """Micro-batch -> sum over this rank's layers of the mean |log score now / before| over the experts of the earlier pass."""
     order: dict[int, list[int]] = field(default_factory=dict)
@@ -106,6 +110,9 @@ class RoutingReplay:
     Args:
         chunks: the model chunks of this rank, in virtual-pipeline order.
         router_type: Megatron's `TopKRouter` (passed in, so that this module needs no Megatron).
+
+    Raises:
+        ValueError: two routers claim one layer, or a router is set in a way that replay cannot stand (`guard.RULES`).
     """
 
     def __init__(self, chunks: Sequence[nn.Module], router_type: type[nn.Module]) -> None:
@@ -116,6 +123,7 @@ class RoutingReplay:
             for router in _routers(chunk, router_type):
                 number = router.layer_number
                 assert isinstance(number, int), "a router without a layer number cannot be bound"
+                check_router_settings(router.config)
                 if number in self._hooks:
                     raise ValueError(f"two live routers claim layer {number}; replay binds one router a layer")
                 hook = RouterHook(self, router, number, index)
@@ -135,6 +143,7 @@ class RoutingReplay:
         *,
         micro_batches: int,
         keep_scores: bool = False,
+        keep_margins: bool = False,
         compare_with: Sequence[RouterScores | None] = (),
         real_rows: Sequence[Tensor] = (),
     ) -> Iterator[Session]:
@@ -143,8 +152,10 @@ class RoutingReplay:
         Args:
             rows: for replay and observe, one [tokens, layers, K] a micro-batch, layers in the order of `layer_numbers`.
             keep_scores: keep the experts in use and their scores.
+            keep_margins: keep by how much the least of them is above the best of the others.
             compare_with: one a micro-batch, kept by an earlier pass; fills `Session.shift`.
-            real_rows: for observe, one bool [tokens] a micro-batch, False in padding.
+            real_rows: one bool [tokens] a micro-batch, False in padding: fills `Session.differing`, `first` and `agreement`. observe needs
+                it. With replay, routers say what they would choose behind layers that take the given rows.
 
         Raises:
             RuntimeError: at the end, if a row was left over or is missing; names micro-batch and layer.
@@ -160,7 +171,7 @@ class RoutingReplay:
                     raise RuntimeError(f"micro-batch {index}: routes for {shard.shape[1]} layers, this rank has {len(self._hooks)}")
                 for column, number in enumerate(self.layer_numbers):
                     keyed[index, number] = shard[:, column].long()
-        self._session = Session(mode, keyed, keep_scores, self._keyed(compare_with), real_rows=real_rows)
+        self._session = Session(mode, keyed, keep_scores, self._keyed(compare_with), keep_margins=keep_margins, real_rows=real_rows)
         try:
             yield self._session
             self._finish(self._session, micro_batches)
@@ -188,6 +199,8 @@ class RoutingReplay:
         again = in_backward()
         key = (self._next_recompute(session, layer) if again else self._next_forward(session, hook.chunk, layer), layer)
         probs, chosen = _gather(scores, session.rows[key], topk, key, live) if session.mode == "replay" else live()
+        if session.real_rows and not again:
+            _observe(session, key, hook, scores, chosen if session.mode == "observe" else live()[1])
         if not again:
             _watch(session, key, hook, scores, chosen)
         return probs, chosen
@@ -224,11 +237,11 @@ def _watch(session: Session, key: Key, hook: RouterHook, scores: Tensor, chosen:
     """Keeps what the session asks for of one forward."""
     if session.mode == "record":
         session.recorded[key] = chosen.detach()
-    if session.mode == "observe":
-        _observe(session, key, hook, scores, chosen)
     if session.keep_scores:
         session.chosen[key] = chosen.detach()
         session.scores[key] = hook.log_scores(scores).gather(1, chosen)
+    if session.keep_margins:
+        session.margins[key] = margins(hook.log_scores(scores), chosen)
     if key in session.before:
         experts, then = session.before[key]
         moved = (hook.log_scores(scores).gather(1, experts) - then).abs().mean(dim=-1)
@@ -236,6 +249,7 @@ def _watch(session: Session, key: Key, hook: RouterHook, scores: Tensor, chosen:
 
 
 def _observe(session: Session, key: Key, hook: RouterHook, scores: Tensor, chosen: Tensor) -> None:
+    """Compares what the router chooses with what it is given."""
     micro_batch, layer = key
     given = session.rows[key].to(chosen.device)
     comparable = session.real_rows[micro_batch].to(chosen.device) & (given[:, 0] != LIVE)

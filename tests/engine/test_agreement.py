@@ -34,7 +34,7 @@ def test_fp32_engines_agree_in_log_probs_and_routes(tiny_moe: Path, engine: Flee
     found = score(tiny_moe, engine.urls[0], "float32", {"tensor": 2, "expert": 2}, tmp_path)
     print(found)
     assert found["tokens"] > 1000
-    assert found["token_flips"] == 0
+    assert found["token_flips"] == 0 and found["first_layers"] == {} and found["routing/exact"] == 1
     assert found["routes_exact"]
     assert found["mismatch/max_abs_live"] < 2e-5
     assert found["mismatch/max_abs_replay"] < 2e-5
@@ -62,3 +62,8 @@ def test_replay_gives_the_trainer_the_servers_routes_and_removes_most_of_the_mis
     assert found["routes_exact"]
     assert found["mismatch/k3_replay"] * 10 < found["mismatch/k3_live"]
     assert found["mismatch/max_abs_replay"] < found["mismatch/max_abs_live"]
+    # With routes withheld: where tokens part first, and that undecided routers flip. Each of the 4 layers is some token's first.
+    assert sum(found["first_layers"].values()) == found["token_flips"]
+    assert set(found["first_layers"]) == {"1", "2", "3", "4"}
+    assert 1 <= found["routing/exact/layer_00"] / found["routing/exact/layer_03"] < 1.2, "differences grow with depth"
+    assert found["routing/margin_at_flips"] * 5 < found["routing/margin_elsewhere"]

@@ -40,6 +40,7 @@ def ask(fleet: Fleet, tokens: list[int], new: int, start: int) -> tuple[list[int
     whole = tokens + reply["output_ids"]
     assert fleet.route_shape is not None
     ids = decode_routes(reply["meta_info"]["routed_experts"], len(whole) - 1 - start, fleet.route_shape)
+    ids = np.sort(ids, axis=-1)  # as a trajectory has them; which of two equal scores comes first depends on the kernel
     return whole, RouteRows(start, ids, np.ones(len(ids), dtype=bool)), int(reply["meta_info"]["cached_tokens"])
 
 
@@ -71,16 +72,28 @@ def test_a_start_behind_the_prompt_is_refused(engine: Fleet) -> None:
         ask(engine, [5, 6, 7], 1, 4)
 
 
-def interrupted(engine: Fleet, count: int) -> list[Trajectory]:
-    """Answers that a pause in mode abort cut off."""
+def interrupted(engine: Fleet, count: int, sampling: Sampling = LONG, resume_aborted: int = 0, times: int = 1) -> list[Trajectory]:
+    """Answers that a pause in mode abort cut off, or so many; without resuming, they are returned as they are."""
+    keep = resume_aborted == 0
     with Fleet.connect(engine.urls, engine.config, engine.model, routes=True) as fleet, ThreadPoolExecutor(1) as thread:
         prompts = make_prompts(count, seed=42)
-        answers = thread.submit(collect, fleet, prompts, samples=1, sampling=LONG, routes=True, version=0, keep_aborted=True)
-        while fleet.engines[0].in_flight < count and not answers.done():
-            time.sleep(0.02)
-        time.sleep(0.4)
-        engine.command("/pause_generation", [{"mode": "abort"}], timeout=20).result()
-        engine.command("/continue_generation", [{}], timeout=20).result()
+        answers = thread.submit(
+            collect,
+            fleet,
+            prompts,
+            samples=1,
+            sampling=sampling,
+            routes=True,
+            version=0,
+            keep_aborted=keep,
+            resume_aborted=resume_aborted,
+        )
+        for _ in range(times):
+            while fleet.engines[0].in_flight < count and not answers.done():
+                time.sleep(0.02)
+            time.sleep(0.4)
+            engine.command("/pause_generation", [{"mode": "abort"}], timeout=20).result()
+            engine.command("/continue_generation", [{}], timeout=20).result()
         return answers.result(60)
 
 
@@ -103,6 +116,22 @@ def test_what_was_cut_off_is_gone_on_with(engine: Fleet) -> None:
         assert whole.routes_valid is None
         assert len(whole.tokens) > n and set(whole.turns[whole.loss_mask].tolist()) == {0}
         np.testing.assert_array_equal(whole.routes, in_one_request(engine, whole.tokens))  # type: ignore[arg-type]
+
+
+def test_collecting_goes_on_with_what_was_cut_off(engine: Fleet) -> None:
+    """As training collects: a pause in mode abort while all answers run leaves no trace in them but a line in the log."""
+    want = Sampling(temperature=1.0, max_new_tokens=60)
+    answers = interrupted(engine, 3, want, resume_aborted=3)
+    assert len(answers) == 3
+    for t in answers:
+        assert t.finish_reason == "stop" or (t.finish_reason == "length" and t.response_tokens == want.max_new_tokens)
+        assert t.routes_valid is None and set(t.turns[t.loss_mask].tolist()) == {0}
+        np.testing.assert_array_equal(t.routes, in_one_request(engine, t.tokens))  # type: ignore[arg-type]
+
+
+def test_an_answer_that_is_cut_off_again_and_again_ends_the_collection(engine: Fleet) -> None:
+    with pytest.raises(EngineError, match="the server aborted it"):
+        interrupted(engine, 3, LONG, resume_aborted=1, times=2)
 
 
 def sampled_across_an_update(engine: Fleet, mode: str) -> Trajectory:

@@ -131,6 +131,15 @@ def test_an_answer_that_never_began() -> None:
     assert whole.prompt is PROMPT and whole.candidates is not None
 
 
+def test_a_continuation_that_never_began_leaves_the_answer_as_it_was() -> None:
+    """Cut off, asked to go on, and aborted again while that still waited in the queue: there is nothing to join."""
+    before = routed(answer(PROMPT, [10], 5), part(0, 3))
+    again = continued(before, answer(request_for(before), [], 5), None)
+    assert again.finish_reason == "abort" and again.prompt is PROMPT
+    assert again.tokens.tolist() == before.tokens.tolist() and again.routes is before.routes
+    assert rows_known(again) == 3
+
+
 def test_parts_that_say_different_things_are_refused() -> None:
     before = routed(answer(PROMPT, [10], 5), part(0, 3))
     asked = request_for(before)

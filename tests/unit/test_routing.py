@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -155,6 +155,34 @@ def test_observe_counts_layers_that_choose_another_set() -> None:
     assert (session.agreement[first].tokens, session.agreement[first].exact, session.agreement[second].exact) == (4, 2, 3)
 
 
+def test_replay_may_ask_what_routers_would_choose_behind_replayed_layers() -> None:
+    """The first layer sees the same tokens either way; the second sees those of a first one that took the given experts."""
+    model, (x,) = Model(), data(1)
+    replay, rows, real = RoutingReplay([model], Router), routes(5, 2, seed=6), torch.tensor([True, True, True, True, False])
+    results: dict[str, Tensor] = {}
+    with replay.session("replay", [rows], micro_batches=1):
+        replay.start_micro_batch(0, 0)
+        plain = model(x)
+    seen = {}
+    for mode in ("replay", "observe"):
+        with replay.session(mode, [rows], micro_batches=1, real_rows=[real]) as session:  # type: ignore[arg-type]
+            replay.start_micro_batch(0, 0)
+            results[mode] = model(x)
+        seen[mode] = session.agreement
+    assert torch.equal(results["replay"], plain) and not torch.allclose(results["observe"], plain)
+    first, second = replay.layer_numbers
+    assert torch.equal(seen["replay"][first].live_load_E, seen["observe"][first].live_load_E)
+    behind = model.routers[0](x)  # no session: the first layer's own choice, which is not what it took
+    assert not torch.allclose(behind, plain)
+    with replay.session("replay", [rows], micro_batches=1):
+        replay.start_micro_batch(0, 0)
+        entered = model.routers[0](x)
+        own = (entered @ model.routers[1].weight.T).topk(K, dim=-1).indices
+        model.routers[1](entered)
+    wanted = torch.bincount(own[real].flatten(), minlength=EXPERTS).double()
+    assert torch.equal(seen["replay"][second].live_load_E, wanted)
+
+
 def run(model: Model, replay: RoutingReplay, rows: list[Tensor | None], inputs: list[Tensor], order: list[int]) -> None:
     """A session over two micro-batches in which those of `order` are forwarded."""
     with replay.session("replay", rows, micro_batches=2):
@@ -196,6 +224,7 @@ def test_two_routers_of_one_layer_are_refused() -> None:
         RoutingReplay([Model(layers=(3, 3))], Router)
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(
     lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     context=st.sampled_from([1, 2, 4]),

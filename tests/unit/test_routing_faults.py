@@ -3,7 +3,7 @@
 | reported | kind | test |
 |---|---|---|
 | slime#1909, #1145, miles#407 | replay is on, a reply has no routes | test_rollout_ingest.test_refused: at once, naming request and flag |
-| slime#951 | replay with recomputation runs out of rows | test_routing.test_every_call_gets_the_rows_of_its_micro_batch_and_layer |
+| slime#951 | replay with recomputation runs out of rows | test_routing.test_every_call_gets_the_rows_of_its_..., dist/test_replay_layouts |
 | slime#941, #1052, miles#645, #2697 | padding rows: zeros, or all on one rank | test_padding_is_spread_whatever_the_shape |
 | miles#2570, verl#7340, verl#7106 | routers of a discarded decoder, or by position | test_only_routers_of_the_live_model_are_bound |
 | verl#4986, sglang#12162 | an expert twice | test_a_duplicate_stops_at_every_door |
@@ -16,7 +16,9 @@
 | NeMo-RL#2849 | routes dropped on the way | test_routes_survive_from_trajectory_to_shard |
 | slime (its check of R3) | a layer of zeros | test_a_layer_that_was_never_captured_is_refused |
 | verl, dtype of wire and memory | ids that overflow their type | test_no_id_overflows_on_the_way |
-| verl#7106 | padding with virtual pipeline | dist/test_actor_parity: PP2 VPP2 on a ragged batch |
+| verl#7106 | padding with virtual pipeline | dist/test_replay_layouts: PP2 VPP2 on a ragged batch, every map of every rank |
+| Megatron-LM#7404 | multi-token prediction's routers, capacity, fused routers, auxiliary losses | test_routing_megatron: refused by name |
+| sglang (abort while sampling) | half an answer trained on, or a run lost | engine/test_routes_partial: gone on with, same rows |
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ it is installed).
 
 The training step is `Actor.update` of the tiny MoE (4 layers, 8 experts) on 1,024 tokens in this process: routed live, and replaying
 the routes that the model takes anyway, so that the experts' work is the same. The overhead is the median over pairs of steps.
+
+What agreement of routes costs is a probe over `replay.probe_every` times the training of a step (old log-probs and two optimizer steps,
+without rollout) in the quickstart's size: 256 answers of 36 tokens.
 """
 
 from __future__ import annotations
@@ -37,11 +40,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 
 from megatron_rl.actor.feed import shard, shard_bytes
 from megatron_rl.actor.parallel import create_mesh, destroy_mesh, packed_object, prepare_process
+from megatron_rl.config import ParallelConfig
 from megatron_rl.routing.codec import FORMS, decode, encode, limit_bytes, read_header
 from megatron_rl.routing.layout import Place
 from megatron_rl.types import Batch, Prompt, Trajectory
 
 TOKENS, LAYERS, K, EXPERTS = 32_768, 48, 8, 128
+ANSWERS, ANSWER_TOKENS = 256, 36
+"""Of a step of the quickstart."""
 DISTINCT = 2_048
 """Tokens drawn; they are repeated to TOKENS."""
 
@@ -153,7 +159,7 @@ def step_seconds(repeats: int) -> dict[str, list[float]]:
     """CPU seconds of training steps, live and replayed, in pairs that began one after the other."""
     from megatron_rl.actor import feed
     from megatron_rl.actor.actor import Actor
-    from megatron_rl.config import Config, ModelConfig, ObjectiveConfig, ParallelConfig
+    from megatron_rl.config import Config, ModelConfig, ObjectiveConfig
     from megatron_rl.convert.families import family_for
     from megatron_rl.methods.registry import build
     from tools.make_tiny_moe import TinyModel, make_tiny_moe
@@ -180,6 +186,34 @@ def step_seconds(repeats: int) -> dict[str, list[float]]:
     return {routing: found[1:] for routing, found in times.items()}
 
 
+def agreement_cost(repeats: int) -> float:
+    """Share of a step's training that probing takes at the default `replay.probe_every`."""
+    from megatron_rl.config import ReplayConfig
+    from megatron_rl.experience import hand_out_batch
+    from megatron_rl.probe import probe, probe_again
+    from megatron_rl.stages import optimize, score_old
+    from tools.layouts.matrix import Case
+    from tools.layouts.worker import open_case
+    from tools.make_tiny_moe import TinyModel, make_tiny_moe
+
+    tiny = TinyModel()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_tiny_moe(folder / "model", tiny)
+        mesh = create_mesh(ParallelConfig())
+        run = open_case(folder, Case("grpo", budget=4096), mesh)
+        run.config = dataclasses.replace(run.config, replay=ReplayConfig("R3"))
+    whole = make_batch([ANSWER_TOKENS] * ANSWERS, random_routes(ANSWER_TOKENS, tiny.layers, tiny.topk, tiny.experts), tiny.vocab)
+    feeds = [hand_out_batch(run, whole.select(range(first, ANSWERS, 2))) for first in range(2)]
+    trained, probed = [], []
+    for _ in range(repeats + 1):  # the first warms up
+        probed.append(cpu_seconds(lambda: probe_again(run, probe(run, feeds[0], 0)[1])))
+        trained.append(cpu_seconds(lambda: optimize(run, score_old(run, feeds))))
+    destroy_mesh()
+    shares = [a / b for a, b in zip(probed[1:], trained[1:], strict=True)]
+    return statistics.median(shares) / run.config.replay.probe_every
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -197,6 +231,7 @@ def main() -> None:
         "decode_combinatorial_mb_s": as_int32 / codec["ours, set"]["decode_s"],
         "replay_overhead": statistics.median(a / b for a, b in zip(steps["replay"], steps["live"], strict=True)) - 1,
         "bytes_rank_over_shard": bytes_rank_over_shard(),
+        "agreement_cost": agreement_cost(max(3, options.steps // 6)),
     }
     if options.json:
         print(json.dumps(summary | {"load": os.getloadavg()[0], "step_s": {k: min(v) for k, v in steps.items()}, "forms": codec}))

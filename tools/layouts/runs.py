@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tools.families.tiny import make_tiny
 from tools.layouts.launch import torchrun
 from tools.layouts.matrix import SECONDS_A_CASE, Case
+from tools.layouts.replays import MODELS, ReplayCase
 from tools.make_tiny_moe import TinyModel, make_tiny_moe
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -18,13 +20,15 @@ START_SECONDS = 120
 
 
 def make_models(folder: Path) -> None:
-    """The policy, and a reference that differs from it."""
+    """The policy, a reference that differs from it, and the models that replay is watched in."""
     make_tiny_moe(folder / "model")
     make_tiny_moe(folder / "reference", TinyModel(seed=1))
+    for name in MODELS:
+        make_tiny(name, folder / name)
 
 
-def run_cases(folder: Path, cases: Iterable[Case], *, path: Path | None = None) -> dict[str, Any]:
-    """What `worker.measure` found, by the case's name.
+def run_cases(folder: Path, cases: Iterable[Case | ReplayCase], *, path: Path | None = None) -> dict[str, Any]:
+    """What `worker.measure` or `watch.watched` found, by the case's name.
 
     Args:
         folder: `make_models` filled it.
@@ -36,7 +40,7 @@ def run_cases(folder: Path, cases: Iterable[Case], *, path: Path | None = None) 
     found: dict[str, Any] = {}
     ordered = list(dict.fromkeys(cases))
     for processes in sorted({case.where.processes for case in ordered}):
-        mine = [dataclasses.asdict(case) for case in ordered if case.where.processes == processes]
+        mine = [(type(case).__name__, dataclasses.asdict(case)) for case in ordered if case.where.processes == processes]
         out = folder / f"results_{processes}.json"
         torchrun(
             WORKER,

@@ -1,10 +1,13 @@
 """Run by torchrun: scores two mini-batches and takes one optimizer step on each, through the functions of the training loop.
 
-usage: worker.py FOLDER '[{"method": ..., "layout": ..., ...}, ...]' OUT.json      FOLDER holds model/ and reference/
+usage: worker.py FOLDER '[["Case", {"method": ..., "layout": ..., ...}], ["ReplayCase", {...}], ...]' OUT.json
+
+FOLDER is filled by `runs.make_models`. Cases of replay are watched (`watch.watched`) instead.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import json
 import sys
@@ -39,6 +42,7 @@ from megatron_rl.convert.families import family_for
 from megatron_rl.convert.hf import read_config
 from megatron_rl.experience import hand_out_batch
 from megatron_rl.methods.requirements import configured
+from megatron_rl.probe import look, probe_again
 from megatron_rl.run import SCORING, Run, open_reference
 from megatron_rl.stages import optimize, score_old, score_reference
 from megatron_rl.telemetry.progress import Progress
@@ -46,9 +50,15 @@ from megatron_rl.telemetry.timers import Timers
 from megatron_rl.types import Batch
 from tools.layouts.batch import LENGTHS, make_batch
 from tools.layouts.matrix import SECONDS_A_CASE, Case
+from tools.layouts.replays import ReplayCase
+from tools.layouts.watch import open_actor, watched
 
 SCORED = ("grpo", "dvp", "keep_sets")
 """Whose log-probs at the start of the step are looked at, too: they depend on a method only through its vocabulary."""
+PROBED = ("grpo",)
+"""Where the agreement of routes is looked at, too: it depends on no method."""
+ONE_MICRO_BATCH = 96
+"""Positions that all of a mini-batch fits into."""
 SEEDS = (0, 1)
 """Of the two mini-batches."""
 
@@ -122,6 +132,12 @@ def old_logps(run: Run, feeds: Sequence[Feed], mine: Sequence[Batch | None]) -> 
     return {name: values for part in run.mesh.gather(found) for name, values in part.items()}
 
 
+def one_feed(run: Run, batch: Batch | None) -> Feed:
+    """All of a leader's batch in as few micro-batches as the layout takes, where `look` sees all of it."""
+    train = dataclasses.replace(run.config.train, tokens_per_micro_batch=ONE_MICRO_BATCH)
+    return hand_out_batch(dataclasses.replace(run, config=dataclasses.replace(run.config, train=train)), batch)
+
+
 def measure(folder: Path, case: Case, mesh: Mesh) -> dict[str, Any]:
     """What the layouts are compared by, the same on every rank but for the weights, which rank 0 has."""
     run = open_case(folder, case, mesh)
@@ -129,25 +145,44 @@ def measure(folder: Path, case: Case, mesh: Mesh) -> dict[str, Any]:
     mine = [share(run.mesh, whole_batch(run, run.facts, k, seed)) for seed in SEEDS]
     feeds = [hand_out_batch(run, batch) for batch in mine]
     logps = old_logps(run, feeds, mine) if case.method in SCORED else {}
-    statistics = optimize(run, score_reference(run, score_old(run, feeds)))
+    seen: dict[str, float] = {}
+    probed = None
+    if case.method in PROBED:
+        seen, probed = look(run, one_feed(run, mine[0]))
+    statistics = seen | optimize(run, score_reference(run, score_old(run, feeds))) | probe_again(run, probed)
     weights = {n: float(w.double().square().sum()) for n, w in run.actor.weights() if w is not None}
     run.mesh.barrier()
     return {"statistics": statistics, "logp": logps, "weights": weights, "micro_batches": [len(f.micro_batches) for f in feeds]}
 
 
-def main() -> None:
-    folder, cases, out = Path(sys.argv[1]), [Case(**one) for one in json.loads(sys.argv[2])], Path(sys.argv[3])
-    prepare_process(threads=1)
-    results = {}
-    # Megatron forgets its groups but does not close them: one mesh a layout, not one a case, keeps sockets and threads few.
-    for _, group in groupby(sorted(cases, key=lambda c: c.layout or ""), key=lambda c: c.layout):
-        mesh = None
-        for case in group:
-            # A hang shows where.
-            faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)
-            mesh = mesh or create_mesh(ParallelConfig(**case.where.parallel))
-            results[case.name] = measure(folder, case, mesh)
+def results_of(folder: Path, cases: Sequence[Case | ReplayCase]) -> dict[str, Any]:
+    """What was found in each case, by its name.
+
+    Megatron forgets its groups but does not close them: one mesh a layout, not one a case, keeps sockets and threads few.
+    """
+    results: dict[str, Any] = {}
+    for _, group in groupby(sorted(cases, key=lambda c: (c.layout or "", type(c).__name__)), key=lambda c: c.layout):
+        same_layout = list(group)
+        mesh = create_mesh(ParallelConfig(**same_layout[0].where.parallel))
+        actors: dict[tuple[str, str], Actor] = {}
+        for case in same_layout:
+            faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)  # a hang shows where
+            if isinstance(case, Case):
+                results[case.name] = measure(folder, case, mesh)
+                continue
+            key = (case.model, case.recompute)
+            actors[key] = actors.get(key) or open_actor(folder, mesh, case)
+            results[case.name] = watched(actors[key], mesh, case)
     faulthandler.cancel_dump_traceback_later()
+    return results
+
+
+def main() -> None:
+    kinds: dict[str, type[Case] | type[ReplayCase]] = {"Case": Case, "ReplayCase": ReplayCase}
+    folder, out = Path(sys.argv[1]), Path(sys.argv[3])
+    cases = [kinds[kind](**fields) for kind, fields in json.loads(sys.argv[2])]
+    prepare_process(threads=1)
+    results = results_of(folder, cases)
     if launch_context()[0] == 0:
         out.write_text(json.dumps(results))
     destroy_mesh()

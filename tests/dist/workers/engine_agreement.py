@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from megatron_rl.config import Config, ModelConfig, ParallelConfig, RolloutConfi
 from megatron_rl.convert.families import family_for
 from megatron_rl.rollout.collector import Sampling, collect
 from megatron_rl.rollout.fleet import Fleet
+from megatron_rl.routing.agreement import LayerCounts, summary
 from megatron_rl.types import Batch, Prompt
 
 
@@ -51,14 +53,18 @@ def main() -> None:
                 module.register_forward_hook(lambda m, _, output: maps.__setitem__(m.layer_number, output[1].detach()))
     found = metrics.Metrics()
     flips = torch.zeros(2, dtype=torch.int64)
+    first_of: list[int] = []
+    layers: dict[int, LayerCounts] = {}
     for routing, suffix in (("observe", "live"), ("replay", "replay")):
         scored = actor.score(given, routing)  # type: ignore[arg-type]
         for b, stats in zip(given, scored.stats, strict=True):
             means, maxima = metrics.mismatch(stats.logp_T, b.behaviour_logp_T, b.mask_T, suffix)
             found.add(means, maxima=maxima)
-        for b, differing in zip(given, scored.differing, strict=False):
-            real = b.sequence_T < b.num_sequences
-            flips += torch.stack([(differing[real] > 0).sum(), real.sum()])
+        for b, differing, first in zip(given, scored.differing, scored.first, strict=False):
+            flips += torch.stack([(differing[b.real_T] > 0).sum(), b.real_T.sum()])
+            first_of += first[b.real_T & (differing > 0)].tolist()
+        for part in mesh.gather(scored.agreement):
+            layers = layers | {n: counts + layers[n] if n in layers else counts for n, counts in part.items()}
     # the maps are those of the last pass: the replayed one, whose single micro-batch this rank's rows describe
     assert len(given) == 1
     rows = given[0].routes_TLK
@@ -70,7 +76,8 @@ def main() -> None:
     everywhere = mesh.gather(exact)
     values = metrics.reduce(mesh, found)
     if mesh.is_main:
-        out.write_text(json.dumps(values | {"routes_exact": all(everywhere), "token_flips": int(flips[0]), "tokens": int(flips[1])}))
+        told = {"routes_exact": all(everywhere), "token_flips": int(flips[0]), "tokens": int(flips[1]), "first_layers": Counter(first_of)}
+        out.write_text(json.dumps(values | summary(layers) | told))
     mesh.barrier()
     destroy_mesh()
 
