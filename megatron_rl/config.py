@@ -163,6 +163,9 @@ class RolloutConfig:
     """Seconds to wait for a server to answer."""
     request_timeout: float = 600.0
     """Seconds one generation may take."""
+    resume_aborted: int = 3
+    """How often an answer that its server cut off (a pause, an abort by hand or by a gateway) is gone on with, from where it was; after that
+    the run ends."""
     temperature: float = 1.0
     """Of sampling; the trainer divides its logits by it too."""
     top_p: float = 1.0
@@ -186,6 +189,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "samples_per_prompt", "prompts_per_step", "max_running_requests", "tensor"):
             _positive(f"rollout.{name}", getattr(self, name))
+        _require(self.resume_aborted >= 0, "rollout.resume_aborted", self.resume_aborted, "must not be negative; 0 ends the run at once")
         _positive("rollout.temperature", self.temperature)
         _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must be in (0, 1]")
         _require(self.top_k == -1 or self.top_k >= 2, "rollout.top_k", self.top_k, "must be at least 2 (1 is greedy), or -1 for none")
@@ -285,8 +289,8 @@ class ReplayConfig:
 
     mode: Literal["none", "R2", "R3"] = "R3"
     """none: the trainer routes live. R2: it replays its own old-policy routes. R3: it replays the engine's routes."""
-    probe_every: int = 1
-    """Steps between probes, which score one micro-batch live too, so that the log shows what replay removes; 0 for never."""
+    probe_every: int = 10
+    """Steps between probes, which score a few answers live too, so that the log shows what replay removes (docs/routing.md); 0 for never."""
 
     def __post_init__(self) -> None:
         _require(self.probe_every >= 0, "replay.probe_every", self.probe_every, "must not be negative; 0 switches probes off")
@@ -392,6 +396,19 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class RecordConfig:
+    """What a run saw, kept to be taken apart and trained on again (`megatron-rl lab replay`, `lab inspect`; docs/store.md)."""
+
+    enabled: bool = True
+    """Record every answer with its routes, advantages and log-probs below <logging.dir>/record."""
+    max_gb: float = 4.0
+    """Disk it may take, in 10^9 bytes over all data-parallel leaders. Beyond it the oldest steps go."""
+
+    def __post_init__(self) -> None:
+        _positive("record.max_gb", self.max_gb)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The loop."""
 
@@ -440,6 +457,7 @@ class Config:
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     train: TrainConfig = TrainConfig()
+    record: RecordConfig = RecordConfig()
     logging: LoggingConfig = LoggingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from .actor.balance import balance, model_cost
 from .actor.collect import to_leader
@@ -18,9 +20,9 @@ from .actor.feed import Feed, alignment, hand_out
 from .actor.metrics import Metrics, reduce
 from .methods import dynamic_sampling, gae, group, kl_in_reward, overlong, popo, step_advantage
 from .methods.dynamic_sampling import Group, by_group
-from .rewards.verifiers import score_all
-from .rollout.collector import collect
+from .record.schema import Purpose
 from .run import Run
+from .source import Request
 from .types import Batch, PackedBatch, Prompt, Trajectory, as_metric
 
 Arrays = list[NDArray[np.float32]]
@@ -35,13 +37,21 @@ def draw(run: Run) -> list[Prompt]:
     return run.prompts.batch(batch, run.config.rollout.prompts_per_step)[run.mesh.data_rank :: run.mesh.data_size]
 
 
-def sample(run: Run, prompts: Sequence[Prompt], samples: int) -> list[Trajectory]:
+def sample(run: Run, prompts: Sequence[Prompt], samples: int, purpose: Purpose = "train") -> list[Trajectory]:
     """This leader's answers to its prompts, judged, with the steps of each answer numbered; empty on ranks that do not lead."""
-    if run.fleet is None or run.verifier is None:
+    if run.source is None:
         return []
-    answers = collect(run.fleet, prompts, samples=samples, sampling=run.sampling, routes=run.wants_routes, version=run.state.weight_version)
+    answers = run.source.answer(_request(run, prompts, samples, purpose))
     with run.timers("reward"):
-        return score_all(run.verifier, [run.number_steps(t) for t in answers])
+        judged = run.source.judge([run.number_steps(t) for t in answers])
+    if run.recorder is not None:
+        run.recorder.sampled(judged, purpose)
+    return judged
+
+
+def _request(run: Run, prompts: Sequence[Prompt], samples: int, purpose: Purpose) -> Request:
+    routes = run.wants_routes and purpose != "complete"  # completions are judged, and nothing is trained on them
+    return Request(run.state.step, prompts, samples, run.sampling, run.state.weight_version, routes, purpose)
 
 
 def gather_groups(run: Run) -> tuple[list[Trajectory], Metrics]:
@@ -213,7 +223,7 @@ def monte_carlo_values(run: Run, answers: Sequence[Trajectory], completions: int
 
     The state before the first step is the prompt, whose completions are the answers of the group.
     """
-    assert run.fleet is not None and run.verifier is not None
+    assert run.source is not None
     rewards_of: dict[str, list[float]] = {}
     for t in answers:
         rewards_of.setdefault(t.group, []).append(t.reward or 0.0)
@@ -222,13 +232,11 @@ def monte_carlo_values(run: Run, answers: Sequence[Trajectory], completions: int
         for step, start in enumerate(step_advantage.step_starts(t.turns)[1:], start=1):
             prefixes.append(Prompt(f"{t.prompt.id}/{i}.{step}", t.tokens[:start], "", t.prompt.answer, t.prompt.metadata))
             owners.append(i)
-    sampled = (
-        collect(run.fleet, prefixes, samples=completions, sampling=run.sampling, routes=False, version=run.state.weight_version)
-        if prefixes
-        else []
-    )
-    whole = [_as_answer(run, answers[owners[i // completions]], t) for i, t in enumerate(sampled)]
-    rewards = [t.reward or 0.0 for t in score_all(run.verifier, whole)]
+    sampled = run.source.answer(_request(run, prefixes, completions, "complete")) if prefixes else []
+    judged = run.source.judge([_as_answer(run, answers[owners[i // completions]], t) for i, t in enumerate(sampled)])
+    if run.recorder is not None:
+        run.recorder.sampled(judged, "complete")
+    rewards = [t.reward or 0.0 for t in judged]
     found = [[step_advantage.monte_carlo_value(rewards_of[t.group])] for t in answers]
     for i, owner in enumerate(owners):
         found[owner].append(step_advantage.monte_carlo_value(rewards[i * completions : (i + 1) * completions]))
@@ -239,6 +247,27 @@ def _as_answer(run: Run, original: Trajectory, continuation: Trajectory) -> Traj
     """The continuation as an answer to the original prompt, for the verifier."""
     text = run.tokenizer.decode(continuation.tokens[len(original.prompt.tokens) :].tolist(), skip_special_tokens=True)
     return dataclasses.replace(continuation, prompt=original.prompt, text=text)
+
+
+# -- recording -------------------------------------------------------------------------------------------------------------------
+
+
+def record_batch(run: Run, step: int, batch: Batch | None) -> None:
+    """This leader's answers of the step, with the advantages of those that are trained on."""
+    if run.recorder is not None and batch is not None:
+        run.recorder.batch(step, batch)
+
+
+def record_scores(run: Run, feed: Feed, name: Literal["old", "flips"], found: Sequence[Tensor]) -> None:
+    """What was found of a feed's first micro-batches, one [T] a micro-batch, on the last stage. Collective where the run records.
+
+    Args:
+        name: old log-probs, or layers routed otherwise than by the engine.
+    """
+    if run.records:
+        arrays = to_leader(run.mesh, feed.micro_batches[: len(found)], found, feed.batch, everything=name == "old")
+        if run.recorder is not None and feed.batch is not None:
+            run.recorder.scored(run.state.step, feed.batch, **{name: arrays})
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------------------

@@ -12,14 +12,16 @@ from .actor.parallel import prepare_process
 from .config import Config
 from .data.prompts import load_tokenizer
 from .data.supervised import load_supervised
-from .experience import gather_groups, hand_out_mini_batches, reduce_on_leaders, take_advantages
-from .run import Run, open_run, run_averages, write_json
+from .experience import gather_groups, hand_out_mini_batches, record_batch, reduce_on_leaders, take_advantages
+from .opening import open_run
+from .probe import probe, probe_again
+from .run import Run, run_averages, write_json
+from .source import Offline
 from .stages import (
     evaluate_policy,
     keep_or_roll_back,
     learning_rate_factor,
     optimize,
-    probe,
     score_old,
     score_reference,
     take_snapshot,
@@ -30,15 +32,15 @@ from .telemetry.report import write_report
 from .types import Batch
 
 
-def train(config: Config) -> None:
-    """Reinforcement learning from the newest checkpoint of this run, or from model.path."""
+def train(config: Config, offline: Offline | None = None) -> None:
+    """Reinforcement learning from the newest checkpoint of this run, or from model.path; or, offline, on what another run recorded."""
     prepare_process(config.train.threads)
-    with open_run(config, rollout=True) as run:
+    with open_run(config, rollout=True, offline=offline) as run:
         began = time.monotonic()
         with run.timers("eval"):
             before = evaluate_policy(run)
         log(run, before)
-        for step in range(run.state.step, config.train.steps):
+        for step in range(run.state.step, config.train.steps if offline is None else offline.until):
             values = train_step(run, step)
             if config.train.eval_every and run.state.step % config.train.eval_every == 0 and run.state.step < config.train.steps:
                 with run.timers("eval"):
@@ -55,11 +57,13 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         trajectories, gathered = gather_groups(run)
     with run.timers("advantages"):
         batch, taken = take_advantages(run, trajectories)
+        record_batch(run, step, batch)
         values = reduce_on_leaders(run, gathered.merge(taken))
     with run.timers("pack"):
         feeds = hand_out_mini_batches(run, batch, step)
     with run.timers("probe"):
-        values |= probe(run, feeds[0], step)
+        seen, probed = probe(run, feeds[0], step)
+        values |= seen
     with run.timers("old log-probs"):
         feeds = score_reference(run, score_old(run, feeds))
         factor, seen = learning_rate_factor(run, feeds, values["response/length"])
@@ -69,6 +73,8 @@ def train_step(run: Run, step: int) -> dict[str, float]:
             values |= train_critic(run, run.critic, feeds)
     if run.critic is None or step >= run.config.critic.warmup_steps:
         values |= improve(run, feeds, factor)
+        with run.timers("probe"):
+            values |= probe_again(run, probed)
     run.state = dataclasses.replace(run.state, step=step + 1)
     seconds = time.monotonic() - began
     rate = {"tokens_per_second": values.pop("response/tokens") / seconds, "seconds/step": seconds}

@@ -1,4 +1,4 @@
-"""A run put together: process group, actor, servers, data, verifier, writers. `loop.py` drives it."""
+"""A run: process group, models, source of answers, state, writers. `opening.py` puts it together, `loop.py` drives it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import dataclasses
 import json
 import pickle
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +17,22 @@ from numpy.typing import NDArray
 
 from .actor.actor import Actor, Restriction
 from .actor.base import MegatronModel
-from .actor.checkpoint import TrainState, folders, load, save
+from .actor.checkpoint import TrainState, save
 from .actor.critic import Critic
-from .actor.parallel import Mesh, create_mesh, destroy_mesh
-from .config import Config, ModelFacts, check_against_model, read_model_facts
+from .actor.parallel import Mesh
+from .config import Config, ModelFacts, read_model_facts
 from .convert.families import family_for
 from .convert.hf import read_config
-from .data.prompts import PromptSource, load_tokenizer
+from .data.prompts import PromptSource
 from .methods.dynamic_sampling import Group
-from .methods.requirements import configured, wants_critic
 from .methods.stack import Part, Stack
+from .record.recorder import Recorder
 from .rewards.verifiers import Verifier
-from .rewards.verifiers import build as build_verifier
 from .rollout.collector import Sampling
 from .rollout.fleet import Fleet
 from .routing.replay import Mode
+from .source import Source
 from .sync.control import WeightSync
-from .sync.open import open_sync
 from .telemetry.metrics import MetricWriter, read_metrics
 from .telemetry.progress import Progress
 from .telemetry.timers import Timers
@@ -52,7 +47,7 @@ TRAINING: dict[str, Mode] = {"none": "live", "R2": "replay", "R3": "replay"}
 
 @dataclass
 class Run:
-    """What every command that trains has. Ranks that do not lead have no fleet; only rank 0 pushes weights and writes."""
+    """What every command that trains has. Ranks that do not lead have no source; only rank 0 pushes weights and writes."""
 
     config: Config
     facts: ModelFacts
@@ -68,7 +63,16 @@ class Run:
     critic: Critic | None = None
     reference: Actor | None = None
     writer: MetricWriter | None = None
+    source: Source | None = None
+    """Where this leader's answers come from."""
     fleet: Fleet | None = None
+    """The servers that evaluations ask; None without any."""
+    serves: bool = False
+    """Whether there are servers that want new weights; the same on every rank."""
+    records: bool = False
+    """Whether what is seen is recorded; the same on every rank."""
+    recorder: Recorder | None = None
+    """Of this leader."""
     sync: WeightSync | None = None
     prompts: PromptSource | None = None
     held_out: PromptSource | None = None
@@ -130,7 +134,9 @@ class Run:
         self.progress.note(text)
 
     def push_weights(self) -> None:
-        """The actor's weights into every server, under the state's weight version. Collective."""
+        """The actor's weights into every server, if there is one, under the state's weight version. Collective."""
+        if not self.serves:
+            return
         weights = self.actor.weights(dtype=getattr(torch, self.config.rollout.dtype))
         if self.sync is None:
             for _ in weights:
@@ -200,67 +206,6 @@ def run_averages(folder: Path) -> dict[str, float | None]:
     return {name: sum(values) / len(values) if values else None for name, values in found.items()}
 
 
-@contextmanager
-def open_run(config: Config, *, rollout: bool, trains: bool = True) -> Iterator[Run]:
-    """Builds a run and takes it down again, whatever happens inside.
-
-    Args:
-        rollout: whether servers, prompts and a verifier are needed (not for supervised training).
-        trains: False builds no optimizer and leaves the run's metrics as they are.
-
-    Raises:
-        ValueError: something in the configuration cannot work; before any server starts.
-    """
-    began = time.monotonic()
-    facts = read_model_facts(config.model.path)
-    if rollout:
-        check_against_model(config, facts)
-    stack, estimator = configured(config, facts)
-    hf = read_config(config.model.path)
-    folder = Path(config.logging.dir)
-    with ExitStack() as closing:
-        mesh = create_mesh(config.parallel, config.train.seed)
-        closing.callback(destroy_mesh)
-        if rollout and config.rollout.prompts_per_step % mesh.data_size:
-            raise ValueError(
-                f"rollout.prompts_per_step: {config.rollout.prompts_per_step} must be a multiple of the {mesh.data_size} data-parallel "
-                "groups; change it or the layout"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        actor = Actor(config, mesh, family_for(hf), hf, trains=trains, restriction=Restriction.of(stack))
-        critic = Critic(config, mesh, family_for(hf), hf) if trains and rollout and wants_critic(estimator) else None
-        models: dict[str, MegatronModel] = {"actor": actor} | ({"critic": critic} if critic is not None else {})
-        state, resumed_from = _load_state(config, models, facts, folder)
-        progress = Progress(config.logging.progress, config.train.steps, title=str(folder), rank=mesh.rank, first=state.step)
-        run = Run(config, facts, mesh, actor, stack, estimator, state, Timers(_synchronizer(mesh)), progress, folder, critic=critic)
-        if mesh.is_main and trains:
-            resume_step = state.step if resumed_from else None
-            run.writer = closing.enter_context(MetricWriter(folder, tensorboard=config.logging.tensorboard, resume_step=resume_step))
-        run.note(f"layers: {actor.implementation}")
-        if resumed_from:
-            run.load_buffer(resumed_from)
-            run.note(f"resumed at step {state.step}, weight version {state.weight_version}")
-        if trains and "reference" in stack.needs:
-            run.reference = open_reference(config, mesh, facts, stack)
-        if rollout:
-            with run.timers("start"):
-                _open_rollout(run, closing)
-        run.summary = {
-            "megatron_core": version("megatron-core"),
-            "sglang": version("sglang"),
-            "torch": torch.__version__,
-            "seed": config.train.seed,
-            "objective": config.objective.name,
-        }
-        run.summary["seconds_to_start"] = round(time.monotonic() - began, 2)
-        closing.enter_context(progress)
-        yield run
-
-
-def _synchronizer(mesh: Mesh) -> Callable[[], None] | None:
-    return torch.cuda.synchronize if mesh.device.type == "cuda" else None
-
-
 def open_reference(config: Config, mesh: Mesh, facts: ModelFacts, stack: Stack) -> Actor:
     """The frozen policy.
 
@@ -279,59 +224,3 @@ def open_reference(config: Config, mesh: Mesh, facts: ModelFacts, stack: Stack) 
     reference = Actor(config, mesh, family_for(hf), hf, trains=False, restriction=Restriction.of(stack))
     reference.load_hf(path)
     return reference
-
-
-def _load_state(config: Config, models: dict[str, MegatronModel], facts: ModelFacts, folder: Path) -> tuple[TrainState, Path | None]:
-    """Weights and state from the newest whole checkpoint of this run, or from model.path; and which checkpoint it was."""
-    found = folders(folder / "checkpoints") if config.checkpoint.resume else []
-    if found:
-        return load(found[-1], models, facts.architecture), found[-1]
-    models["actor"].load_hf(config.model.path)
-    if "critic" in models:
-        models["critic"].load_hf(config.critic.path or config.model.path)
-    fresh = TrainState(
-        step=0,
-        optimizer_step=0,
-        weight_version=0,
-        seed=config.train.seed,
-        architecture=facts.architecture,
-        world_size=models["actor"].mesh.world_size,
-        has_optimizer=config.checkpoint.save_optimizer,
-    )
-    return fresh, None
-
-
-def _open_rollout(run: Run, closing: ExitStack) -> None:
-    """Servers, weights in them, prompts and verifier."""
-    config, mesh = run.config, run.mesh
-    run.tokenizer = load_tokenizer(config.model.path)
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if run.estimator.method.name == "step_advantage":
-        longest += config.rollout.max_new_tokens  # completions go on from prefixes of answers
-    if mesh.is_main:
-        run.note(f"servers: {', '.join(config.rollout.urls) or f'starting {config.rollout.launch}'}")
-        run.fleet = closing.enter_context(
-            Fleet.start(
-                config.rollout,
-                config.model,
-                routes=run.wants_routes,
-                log_dir=run.folder / "servers",
-                context_length=longest,
-                version=run.state.weight_version,
-                seed=config.train.seed,
-            )
-        )
-        run.sync = open_sync(config, run.facts, run.fleet, mesh.device)
-        closing.callback(run.sync.close)
-    urls = mesh.broadcast(run.fleet.urls if run.fleet else None)
-    if mesh.is_leader and run.fleet is None:
-        run.fleet = closing.enter_context(
-            Fleet.connect(urls, config.rollout, config.model, routes=run.wants_routes, router=config.rollout.router)
-        )
-    if mesh.is_leader:
-        run.prompts = PromptSource(config.data, run.tokenizer, config.train.seed, split="train")
-        if config.data.source != "jsonl" or config.data.eval_path:
-            run.held_out = PromptSource(config.data, run.tokenizer, config.train.seed, split="eval")
-        run.verifier = build_verifier(config.reward, config.data)
-        closing.callback(run.verifier.close)
-    run.push_weights()

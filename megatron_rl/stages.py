@@ -7,23 +7,21 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from .actor import snapshot
-from .actor.actor import Scored, with_old
+from .actor.actor import with_old
 from .actor.collect import sequences, to_leader
 from .actor.critic import Critic
 from .actor.feed import Feed, alignment, shard
-from .actor.metrics import Metrics, mismatch, reduce
+from .actor.metrics import Metrics, reduce
 from .actor.optimizer import learning_rate
 from .data.packing import pack
-from .experience import draw, hand_out_batch, sample
-from .methods import bounds, length_lr, mipu, vcpo
+from .experience import draw, hand_out_batch, record_scores, sample
+from .methods import length_lr, mipu, vcpo
 from .methods.objective import Denominators
 from .methods.value_loss import explained_variance
 from .rewards.verifiers import score_all
 from .rollout.collector import collect
-from .routing import agreement
 from .run import SCORING, Run, write_json
 from .types import Batch, PackedBatch, Prompt, Trajectory, as_metric
 
@@ -69,65 +67,6 @@ def score_reference(run: Run, feeds: Sequence[Feed]) -> list[Feed]:
     return scored
 
 
-def probe(run: Run, feed: Feed, step: int) -> dict[str, float]:
-    """The gap to the engine on the first micro-batch, with the engine's routes and without: what replay removes."""
-    every = run.config.replay.probe_every
-    if not every or step % every or not run.wants_routes:
-        return {}
-    batches = feed.micro_batches[: run.actor.micro_batch_multiple]
-    live, replayed = run.actor.score(batches, "observe"), run.actor.score(batches, "replay")
-    metrics = _token_shares(batches, live, run.actor.moe_layers).merge(_mismatch(batches, live, "live"))
-    values = reduce(run.mesh, metrics.merge(_mismatch(batches, replayed, "replay")))
-    return values | _agreement(run, batches, live) | _bounds(run, batches, replayed)
-
-
-def _agreement(run: Run, batches: Sequence[PackedBatch], live: Scored) -> dict[str, float]:
-    """The trainer's own routes against the engine's, layer by layer, and what a flipped route does to the log-ratio."""
-    layers: dict[int, agreement.LayerCounts] = {}
-    for part in run.mesh.gather(live.agreement):
-        for depth, counts in part.items():
-            layers[depth] = counts + layers[depth] if depth in layers else counts
-    flips = sequences(run.mesh, batches, [x.float() for x in live.differing])
-    joined = agreement.by_flips([torch.from_numpy(x) for x in flips], [torch.from_numpy(x) for x in _drifts(run, batches, live)])
-    return agreement.summary(layers) | joined
-
-
-def _bounds(run: Run, batches: Sequence[PackedBatch], scored: Scored) -> dict[str, float]:
-    """TRM's bounds on the error of the surrogate, engine against trainer on replayed routes, estimated from the sampled tokens."""
-    log_ratios = _drifts(run, batches, scored)
-    return {f"bounds/{name}": value for name, value in bounds.all_bounds(bounds.sampled(log_ratios)).items()} if log_ratios else {}
-
-
-def _drifts(run: Run, batches: Sequence[PackedBatch], scored: Scored) -> list[NDArray[np.float32]]:
-    """[n] log trainer - log engine of the loss tokens of each sequence, over all ranks."""
-    return sequences(run.mesh, batches, [s.logp_T.cpu() - b.behaviour_logp_T for b, s in zip(batches, scored.stats, strict=False)])
-
-
-def _mismatch(batches: Sequence[PackedBatch], scored: Scored, suffix: str) -> Metrics:
-    metrics = Metrics()
-    for batch, stats in zip(batches, scored.stats, strict=False):
-        device = stats.logp_T.device
-        means, maxima = mismatch(stats.logp_T, batch.behaviour_logp_T.to(device), batch.mask_T.to(device), suffix)
-        metrics.add(means, maxima=maxima)
-    return metrics
-
-
-def _token_shares(batches: Sequence[PackedBatch], scored: Scored, moe_layers: int) -> Metrics:
-    """How many tokens (and token-layers) the trainer would route otherwise than the engine did, and where first; padding left out."""
-    metrics = Metrics()
-    for batch, differing_T, first_T in zip(batches, scored.differing, scored.first, strict=True):
-        real_T = batch.real_T
-        differs_T = real_T & (differing_T > 0)
-        metrics.add(
-            {
-                "routing/token_mismatch_share": as_metric(differs_T.sum(), real_T.sum()),
-                "routing/layer_mismatch_share": as_metric(torch.where(real_T, differing_T, 0).sum(), real_T.sum() * moe_layers),
-                "routing/first_divergent_layer": as_metric(torch.where(differs_T, first_T, 0).sum(), differs_T.sum()),
-            }
-        )
-    return metrics
-
-
 def optimize(run: Run, feeds: Sequence[Feed], factor: float = 1.0) -> dict[str, float]:
     """One optimizer step a mini-batch; the metrics of all of them together.
 
@@ -148,7 +87,9 @@ def optimize(run: Run, feeds: Sequence[Feed], factor: float = 1.0) -> dict[str, 
             routing=run.training_routing,
             entropy=run.config.objective.entropy,
             salt=run.config.train.seed + 1_000_003 * run.state.optimizer_step,
+            keep_old=run.records,
         )
+        record_scores(run, feed, "old", update.old_logp)
         metrics.merge(update.metrics)
         norms.append(update.grad_norm)
         run.state = dataclasses.replace(run.state, optimizer_step=run.state.optimizer_step + 1)
@@ -224,7 +165,7 @@ def keep_or_roll_back(run: Run, before: snapshot.Snapshot, earlier_step: int) ->
     assert config is not None
     batches = -(-config.prompts // run.config.rollout.prompts_per_step)
     prompts = [prompt for _ in range(batches) for prompt in draw(run)][: -(-config.prompts // run.mesh.data_size)]
-    answers = sample(run, prompts, config.samples)
+    answers = sample(run, prompts, config.samples, "decide")
     batch = Batch.without_advantages(answers) if run.mesh.is_leader else None
     feed = hand_out_batch(run, batch)
     scored = run.actor.score(feed.micro_batches, run.given_routing)

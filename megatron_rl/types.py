@@ -46,6 +46,20 @@ class Candidates:
     """[N, K] log mu of each, of the same distribution as behaviour_logp; -inf where there is none."""
 
 
+@dataclass(frozen=True, order=True)
+class Origin:
+    """Where in a run an answer was sampled; no two answers of a run share one."""
+
+    step: int
+    """Rollout step, from 0."""
+    leader: int
+    """Data-parallel rank of the leader that asked."""
+    call: int
+    """Which of that leader's requests in the step, from 0: some methods sample more than once."""
+    place: int
+    """Among the answers to that request."""
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """One sampled answer, with what the behaviour policy said of it."""
@@ -64,7 +78,7 @@ class Trajectory:
     turns: NDArray[np.int32]
     """[N] index of the assistant turn, counted from 0; -1 where loss_mask is False."""
     routes: NDArray[np.uint8] | NDArray[np.uint16] | None
-    """[N - 1, L, K] expert ids of input token n in each MoE layer; None for dense models or when not asked for."""
+    """[N - 1, L, K] expert ids of input token n in each MoE layer, ascending; None for dense models or when not asked for."""
     finish_reason: FinishReason
     text: str
     """The decoded response, for verifiers and people; training never reads it."""
@@ -79,6 +93,8 @@ class Trajectory:
     routes_valid: NDArray[np.bool_] | None = None
     """[N - 1] False where a row of `routes` comes from other weights than the token sampled from it, so that it must not be replayed;
     None where every row may be."""
+    origin: Origin | None = None
+    """None where no run sampled it."""
 
     @property
     def response_tokens(self) -> int:

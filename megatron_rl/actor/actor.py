@@ -21,7 +21,7 @@ from ..methods.objective import Denominators, Tokens, TopK
 from ..methods.stack import Stack
 from ..methods.uniform import token_uniforms
 from ..routing.agreement import NEVER, LayerCounts
-from ..routing.replay import Mode
+from ..routing.replay import Mode, Session
 from ..types import PackedBatch, RouterScores, TokenStats
 from .base import ONE_TOKEN, MegatronModel, Update
 from .feed import last_positions
@@ -42,12 +42,16 @@ class Scored:
     """routing="record": this rank's [rows, layers, K] live choices."""
     router_scores: list[RouterScores] = field(default_factory=list)
     """Where asked for: this rank's experts and their scores."""
+    margins: list[Tensor] = field(default_factory=list)
+    """Where asked for: fp32 [rows, layers] by how much this rank's routers prefer the least of the experts in use to the best other."""
     differing: list[Tensor] = field(default_factory=list)
     """routing="observe": int32 [T] number of layers, over the whole model, whose live experts differ from the given ones."""
     first: list[Tensor] = field(default_factory=list)
     """routing="observe": int32 [T] number of the shallowest such layer; `agreement.NEVER` where there is none."""
     agreement: dict[int, LayerCounts] = field(default_factory=dict)
     """routing="observe": depth among the MoE layers -> this rank's counts over its own rows."""
+    shift: list[Tensor] = field(default_factory=list)
+    """Where asked for: fp32 [T] mean |log router score now / then| over layers and the experts chosen then (RSPO)."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,16 @@ class Actor(MegatronModel):
         )
 
     def score(
-        self, batches: Sequence[PackedBatch], routing: Mode, *, entropy: bool = False, top_k: int = 0, router_scores: bool = False
+        self,
+        batches: Sequence[PackedBatch],
+        routing: Mode,
+        *,
+        entropy: bool = False,
+        top_k: int = 0,
+        router_scores: bool = False,
+        router_margins: bool = False,
+        observe: bool = False,
+        compare_with: Sequence[RouterScores] = (),
     ) -> Scored:
         """Log-probs of every label under the current weights, without gradient.
 
@@ -162,14 +175,19 @@ class Actor(MegatronModel):
             routing: live, replay, record or observe (see `routing.replay`); replay and observe need `routes_TLK`.
             top_k: also the likeliest K tokens at each position.
             router_scores: also the routers' log-scores of the experts they chose.
+            router_margins: also by how much they preferred those.
+            observe: with replay, also how what routers would choose agrees with the given routes; "observe" does so anyway.
+            compare_with: also how far routers' scores are from these of an earlier pass (`Scored.shift`).
         """
-        observed = batches if routing == "observe" else ()
+        observed = batches if observe or routing == "observe" else ()
         stats, session = self.score_each(
             batches,
             routing,
             lambda _, b, hidden: self._stats(hidden, b, entropy=entropy, top_k=top_k),
             keep_scores=router_scores,
+            keep_margins=router_margins,
             real_rows=[self.own_rows(b) for b in observed],
+            compare_with=compare_with,
         )
         layers = self.replay.layer_numbers
 
@@ -180,9 +198,11 @@ class Actor(MegatronModel):
             stats,
             stacked(session.recorded) if routing == "record" else [],
             [RouterScores(*pair) for pair in zip(stacked(session.chosen), stacked(session.scores), strict=True)] if router_scores else [],
+            stacked(session.margins) if router_margins else [],
             [self.join(session.differing.get(i), b, torch.int32) for i, b in enumerate(observed)],
             [self.join(session.first.get(i), b, torch.int32, dist.ReduceOp.MIN, NEVER) for i, b in enumerate(observed)],
             {self.place.layers[layers.index(n)]: counts for n, counts in session.agreement.items()},
+            self._shifts(batches, session) if compare_with else [],
         )
 
     def router_shift(self, batches: Sequence[PackedBatch], routing: Mode) -> list[Tensor]:
@@ -192,6 +212,9 @@ class Actor(MegatronModel):
         """
         before = [b.old_router for b in batches]
         _, session = self.score_each(batches, routing, lambda *_: None, compare_with=before)
+        return self._shifts(batches, session)
+
+    def _shifts(self, batches: Sequence[PackedBatch], session: Session) -> list[Tensor]:
         return [self.join(session.shift.get(i), b, torch.float32) / self.moe_layers for i, b in enumerate(batches)]
 
     def next_tokens(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -271,6 +294,7 @@ class Actor(MegatronModel):
         routing: Mode,
         entropy: bool = False,
         salt: int = 0,
+        keep_old: bool = False,
     ) -> Update:
         """One optimizer step on one mini-batch.
 
@@ -280,7 +304,9 @@ class Actor(MegatronModel):
             lr: this step's learning rate.
             routing: live or replay.
             salt: see `tokens`.
+            keep_old: also return old log-probs: the batch's, or those of this forward where it has none.
         """
+        old: dict[int, Tensor] = {}
         totals = self.statistics(batches, stack, routing, salt=salt)
         divisor, extra = 1.0, Metrics()
         if stack.has_clipped_loss:
@@ -291,10 +317,12 @@ class Actor(MegatronModel):
         def objective(index: int, batch: PackedBatch, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Metrics]:
             stats = self._stats(hidden_TH, batch, entropy=entropy)
             loss, metrics = self._loss(batch, stats, stack, over, totals, salt)
+            if keep_old:
+                old[index] = stats.logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
             return loss / divisor, ONE_TOKEN, metrics
 
         done = self.step(batches, routing, objective, lr)
-        return dataclasses.replace(done, metrics=extra.merge(done.metrics))
+        return dataclasses.replace(done, metrics=extra.merge(done.metrics), old_logp=[old[i] for i in sorted(old)])
 
     def _clipped_gradient_norm(
         self, batches: Sequence[PackedBatch], stack: Stack, over: Denominators, totals: Mapping[str, Tensor], routing: Mode, salt: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Update:
     """Global L2 norm before clipping."""
     applied: bool
     """False where fp16 loss scaling skipped the step."""
+    old_logp: list[Tensor] = field(default_factory=list)
+    """Where asked for, on the last stage: fp32 [T] a micro-batch, log-probs under the weights that started the rollout step."""
 
 
 class MegatronModel:
@@ -167,14 +169,14 @@ class MegatronModel:
         return batch.real_T.chunk(self.place.tensor_size)[self.place.tensor_rank]
 
     def join(self, local: Tensor | None, batch: PackedBatch, dtype: torch.dtype, op: Any = dist.ReduceOp.SUM, empty: float = 0) -> Tensor:
-        """Each rank's numbers for its own positions and layers, reduced over the replica: [T], in the dtype asked for.
+        """Each rank's numbers for its own positions and layers, reduced over the replica: [T, ...], in the dtype asked for.
 
         Args:
-            local: [rows] in the order in which tokens pass this rank's routers; None where it has none.
+            local: [rows, ...] in the order in which tokens pass this rank's routers; None where it has none.
             empty: what a rank says of positions that are not its own.
         """
         length = int(batch.cu_seqlens[-1])
-        total_T = torch.full((length,), empty, dtype=dtype)
+        total_T = torch.full((length, *(() if local is None else local.shape[1:])), empty, dtype=dtype)
         if local is not None:
             total_T[local_positions(batch.cu_seqlens, length, self.place)] = local.to(dtype).cpu()
         if len(self.mesh.replica_ranks) > 1:

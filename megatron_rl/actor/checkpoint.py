@@ -89,13 +89,19 @@ def save(
         extra(folder)
     mesh.barrier()
     if mesh.is_main:
-        partial = folder / (STATE + ".partial")
-        partial.write_text(json.dumps(dataclasses.asdict(state), indent=1))
-        os.replace(partial, folder / STATE)
+        write_state(folder, state, models["actor"].hf)
         for old in folders(root)[:-keep]:
             shutil.rmtree(old)
     mesh.barrier()
     return folder
+
+
+def write_state(folder: Path, state: TrainState, hf: Mapping[str, Any]) -> None:
+    """Makes a checkpoint whole; with the model's config.json, so that tools need nothing else to read it."""
+    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+    partial = folder / (STATE + ".partial")
+    partial.write_text(json.dumps(dataclasses.asdict(state), indent=1))
+    os.replace(partial, folder / STATE)
 
 
 def _model_folder(folder: Path, name: str) -> Path:

@@ -14,12 +14,15 @@ from ..types import Batch, PackedBatch
 from .parallel import Mesh
 
 
-def to_leader(mesh: Mesh, micro_batches: Sequence[PackedBatch], found: Sequence[Tensor], batch: Batch | None) -> list[NDArray[np.float32]]:
+def to_leader(
+    mesh: Mesh, micro_batches: Sequence[PackedBatch], found: Sequence[Tensor], batch: Batch | None, *, everything: bool = True
+) -> list[NDArray[np.float32]]:
     """[N] a trajectory of the leader's batch, NaN where there is no loss; empty on ranks that do not lead. Collective over each replica.
 
     Args:
         found: fp32 [T] a micro-batch, on the last stage; not looked at elsewhere.
         batch: what the micro-batches were packed from, on the leader.
+        everything: whether they are all that were; otherwise what is not in them is NaN too.
     """
     entries = [_entries(b, x) for b, x in zip(micro_batches, found, strict=True)] if mesh.reports else []
     parts: list[Any] | None = [entries]
@@ -29,12 +32,15 @@ def to_leader(mesh: Mesh, micro_batches: Sequence[PackedBatch], found: Sequence[
     if batch is None or parts is None:
         return []
     out = [np.full(len(t.tokens), np.nan, dtype=np.float32) for t in batch.trajectories]
+    found_of = [0] * len(out)
     for part in parts:
         for samples, positions, values in part:
-            for sample, position, value in zip(samples, positions, values, strict=True):
-                out[sample][position + 1] = value
-    for array, trajectory in zip(out, batch.trajectories, strict=True):
-        assert np.isfinite(array[trajectory.loss_mask]).all(), "a loss token came back without a number"
+            starts = np.flatnonzero(np.diff(samples, prepend=-1))  # the tokens of a sequence stand together
+            for start, end in zip(starts, [*starts[1:], len(samples)], strict=True):
+                out[samples[start]][positions[start:end] + 1] = values[start:end]
+                found_of[samples[start]] += end - start
+    wanted = [t.response_tokens for t in batch.trajectories]
+    assert not everything or found_of == wanted, f"{found_of} numbers came back for {wanted} loss tokens"
     return out
 
 

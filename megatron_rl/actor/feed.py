@@ -28,6 +28,8 @@ class Feed:
     """Global: all data-parallel ranks, all micro-batches."""
     host_bytes: int = 0
     """Bytes that reached this rank for its micro-batches; 0 on a leader, which cut them itself."""
+    batch: Batch | None = None
+    """What they were packed from, on a leader; `sample_S` counts its trajectories."""
 
 
 def hand_out(
@@ -87,6 +89,7 @@ def hand_out(
     return Feed(
         micro_batches=mine,
         host_bytes=host_bytes,
+        batch=batch,
         over=Denominators(tokens=sum(a[1] for a in answers), sequences=sum(a[2] for a in answers), max_tokens=max_tokens),
     )
 

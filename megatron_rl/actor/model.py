@@ -212,8 +212,12 @@ def layer_specs(config: TransformerConfig, family: Family, how: Implementation, 
 def build_chunks(
     config: Config, family: Family, hf: Mapping[str, Any], mesh: Mesh, how: Implementation, kind: type[PolicyModel] = PolicyModel
 ) -> tuple[TransformerConfig, list[PolicyModel]]:
-    """This rank's model chunks (one, or one a virtual pipeline stage), with uninitialised weights on the mesh's device."""
+    """This rank's model chunks (one, or one a virtual pipeline stage), with uninitialised weights on the mesh's device.
+
+    On the meta device they cannot be trained: Megatron's initialisation, which takes long there, is left out.
+    """
     core = transformer_config(config, family, hf, how, mesh.device.type == "cuda")
+    core.perform_initialization = mesh.device.type != "meta"
     virtual = config.parallel.virtual_pipeline
     chunks = []
     for vp_stage in range(virtual) if virtual else [None]:

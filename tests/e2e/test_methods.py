@@ -23,6 +23,7 @@ from megatron_rl.config import ModelConfig, SyncConfig
 from megatron_rl.rollout.fleet import Fleet
 from megatron_rl.sync.disk import DiskSync
 from megatron_rl.telemetry.metrics import read_metrics
+from megatron_rl.telemetry.names import find_metric
 from tests.dist.launch import ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]  # the server's start included
@@ -65,11 +66,23 @@ class Runs:
                 common[section] = values
         file = self.root / f"{name}.yaml"
         file.write_text(yaml.safe_dump(common))
-        command = [sys.executable, "-m", "megatron_rl", "train", "--config", str(file)]
+        return self._run(name, "train", "--config", str(file))
+
+    def replay(self, name: str, step: int) -> list[dict[str, float]]:
+        """What training on the record of that run from `step` on says, without the server."""
+        again = f"{name}_again"
+        return self._run(
+            again, "lab", "replay", "--run", str(self.folder(name)), "--out", str(self.folder(again)), "--from_step", str(step)
+        )
+
+    def _run(self, name: str, *arguments: str) -> list[dict[str, float]]:
+        command = [sys.executable, "-m", "megatron_rl", *arguments]
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
         assert done.returncode == 0, done.stdout[-5000:]
-        return [row for row in read_metrics(self.folder(name)) if "reward/mean" in row]
+        rows = read_metrics(self.folder(name))
+        assert sorted(metric for metric in {k for row in rows for k in row} if find_metric(metric) is None) == [], "docs/metrics.md"
+        return [row for row in rows if "reward/mean" in row]
 
     def folder(self, name: str) -> Path:
         """Of the run of that name."""
@@ -130,6 +143,11 @@ def test_critic_buffer_schedules_and_reference_and_what_of_them_is_resumed(runs:
     assert after["schedules"]["vcpo"] == before["schedules"]["vcpo"]
     assert 0 < third["vcpo/factor"] <= 1
     assert third["lr"] == pytest.approx(1e-3 * third["vcpo/factor"] * third["length_lr/factor"])
+
+    # From the checkpoint of step 2, with its critic, buffer and schedules, and what was recorded of step 2: the same to the last bit.
+    (again,) = runs.replay("critic", 2)
+    clock = {name for name in third if name.startswith("seconds/") or name in ("time", "tokens_per_second")}
+    assert {k: repr(v) for k, v in again.items() if k not in clock} == {k: repr(v) for k, v in third.items() if k not in clock}
 
 
 def test_router_shift_dynamic_sampling_and_pruning_by_the_trainer_alone(runs: Runs) -> None:

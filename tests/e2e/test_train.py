@@ -13,11 +13,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.record.store import Store
 from megatron_rl.telemetry.metrics import read_metrics
+from megatron_rl.telemetry.names import find_metric
 from tests.dist.launch import ROOT
 from tools.make_chain_sum import Sizes, make_chain_sum
 
@@ -33,8 +37,11 @@ def folder(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_rl"]
+
+
 def start(folder: Path, steps: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_rl", "train"]
+    command = [*TWO_RANKS, "train"]
     command += ["--config", str(ROOT / "examples/configs/quickstart.yaml"), "--logging.dir", str(folder / "run")]
     command += ["--model.path", str(folder / "model"), "--data.path", str(folder / "data/train.jsonl")]
     command += ["--data.eval_path", str(folder / "data/eval.jsonl"), "--rollout.launch", "1", "--train.steps", str(steps)]
@@ -75,11 +82,43 @@ def test_a_run_ends_with_everything_it_promises(folder: Path) -> None:
     # every token was sampled by the weights it was trained on, and replay leaves bf16 rounding alone
     assert all(r["lag/mean"] == 0 for r in rows)
     assert all(r["mismatch/k3_replay"] < 1e-3 for r in rows)
+    assert sorted(name for name in {k for r in rows for k in r} if find_metric(name) is None) == [], "docs/metrics.md"
+    # Every pair of routings is told of; two optimizer steps moved the scores a little, and every row could be replayed.
+    assert all(0.8 < r[f"routing/{pair}exact"] <= 1 for r in rows for pair in ("", "replayed/", "moved/"))
+    assert all(0.8 < r["routing/moved/gamma"] < 1 and r["routing/unreplayable_share"] == 0 for r in rows)
     assert (run / "report.html").stat().st_size > 100_000
     assert (run / "checkpoints/step_000002/state.json").is_file()
     model = AutoModelForCausalLM.from_pretrained(run / "hf")
     assert model.config.architectures == ["Qwen3MoeForCausalLM"]
     wait_for(lambda: not processes_of(folder), 20, "a finished run leaves no process")
+
+
+def test_what_it_recorded_trains_to_the_same_bits_without_a_server(folder: Path) -> None:
+    run, again = folder / "run", folder / "again"
+    command = [*TWO_RANKS, "lab", "replay", "--run", str(run), "--out", str(again), "--logging.tensorboard", "false"]
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    done = subprocess.run(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert not (again / "servers").exists()
+    assert seen(again) == seen(run)
+    wanted, found = (load_file(f / "hf/model.safetensors") for f in (run, again))
+    assert found.keys() == wanted.keys()
+    assert all(found[name].equal(wanted[name]) for name in wanted)
+    store = Store(run / "record")
+    assert (store.steps, [len(store.answers(step)) for step in store.steps]) == ([0, 1], [16, 16])
+    for step in store.steps:
+        scores = store.scores(step)
+        d = [scores[a.origin].old_logp - a.trajectory.behaviour_logp for a in store.answers(step)]  # type: ignore[operator]
+        largest = max(float(np.nanmax(np.abs(x))) for x in d)
+        reported = next(r for r in read_metrics(run) if r["step"] == step + 1 and "reward/mean" in r)
+        assert largest == pytest.approx(reported["mismatch/max_abs_trained"], rel=1e-6), "the recorded old log-probs are the trained ones"
+        assert any(s.flips is not None and np.isfinite(s.flips).any() for s in scores.values()), "some were probed"
+
+
+def seen(run: Path) -> list[dict[str, float | None]]:
+    """Every metric of every step, as written, but how long it took."""
+    rows = [row for line in (run / "metrics.jsonl").read_text().splitlines() if "reward/mean" in (row := json.loads(line))]
+    return [{k: v for k, v in row.items() if not k.startswith("seconds/") and k not in ("time", "tokens_per_second")} for row in rows]
 
 
 def test_ctrl_c_ends_a_resumed_run_without_orphans(folder: Path) -> None:

@@ -64,6 +64,7 @@ TOO_SMALL = "must be at least 1"
         ("optimizer.beta2", -0.1, "must be in [0, 1)"),
         *((f"rollout.{name}", 0, "must be positive") for name in ("max_new_tokens", "samples_per_prompt", "prompts_per_step", "tensor")),
         ("rollout.max_running_requests", 0, "must be positive"),
+        ("rollout.resume_aborted", -1, "must not be negative; 0 ends the run at once"),
         ("rollout.temperature", 0.0, "must be positive"),
         ("rollout.top_p", 0.0, "must be in (0, 1]"),
         *(("rollout.top_k", value, "must be at least 2 (1 is greedy), or -1 for none") for value in (0, 1)),
