@@ -6,30 +6,16 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from jsonargparse import Namespace
+from .subcommands import PROG, Command, Runner, dispatch, summary
 
+if TYPE_CHECKING:
     from .config import Config
 
-PROG = "megatron-rl"
-Runner = Callable[[Sequence[str]], int]
-"""The arguments after the command's name -> the exit code."""
-
-
 _DESCRIPTION = "RL post-training of mixture-of-experts language models with Megatron-core and SGLang."
-
-
-@dataclass(frozen=True)
-class Command:
-    """A sub-command and its line in the help."""
-
-    run: Runner
-    help: str
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -81,7 +67,7 @@ def check(arguments: Sequence[str]) -> int:
 
 def rollout(arguments: Sequence[str]) -> int:
     """`serve`: launch SGLang servers on this machine and keep them until interrupted."""
-    return _sub_commands("rollout", {"serve": Command(_serve, "Launch SGLang servers on this machine.")}, arguments)
+    return dispatch("rollout", {"serve": Command(_serve, "Launch SGLang servers on this machine.")}, arguments)
 
 
 def _serve(arguments: Sequence[str]) -> int:
@@ -107,60 +93,22 @@ def _serve(arguments: Sequence[str]) -> int:
 
 
 def convert(arguments: Sequence[str]) -> int:
-    """`hf-to-mcore`, `mcore-to-hf`: between Hugging Face folders and Megatron distributed checkpoints."""
-    directions = {
-        "hf-to-mcore": Command(_hf_to_mcore, "Hugging Face folder to Megatron distributed checkpoint."),
-        "mcore-to-hf": Command(_mcore_to_hf, "Megatron distributed checkpoint to Hugging Face folder."),
-    }
-    return _sub_commands("convert", directions, arguments)
+    """Read, write, compare and convert checkpoints."""
+    from .convert_cli import main
+
+    return main(arguments)
 
 
-def _hf_to_mcore(arguments: Sequence[str]) -> int:
-    """Write a Megatron distributed checkpoint of a Hugging Face folder; large models under torchrun."""
-    places = {
-        "folder": "Hugging Face folder: config.json and safetensors.",
-        "out": "New folder; training resumes from it as <logging.dir>/checkpoints.",
-    }
-    values = _conversion("hf-to-mcore", _hf_to_mcore, places, arguments)
-    from .convert.commands import hf_to_mcore
+def lab(arguments: Sequence[str]) -> int:
+    """Measure, attribute, replay and show the mismatch between the engines."""
+    from .lab.cli import main
 
-    hf_to_mcore(values.folder, values.out, values.parallel, values.dtype)
-    return 0
-
-
-def _mcore_to_hf(arguments: Sequence[str]) -> int:
-    """Write a Hugging Face folder from a Megatron distributed checkpoint; large models under torchrun."""
-    places = {
-        "checkpoint": "A step_* folder, or the folder of several, of which the newest whole one is taken.",
-        "out": "New folder.",
-        "hf_template": "Hugging Face folder of the same model, for config.json and tokenizer.",
-    }
-    values = _conversion("mcore-to-hf", _mcore_to_hf, places, arguments)
-    from .convert.commands import mcore_to_hf
-
-    mcore_to_hf(values.checkpoint, values.out, values.hf_template, values.parallel, values.dtype)
-    return 0
-
-
-def _conversion(name: str, function: Runner, places: dict[str, str], arguments: Sequence[str]) -> Namespace:
-    """The parsed arguments of a conversion: `places` in order, dtype and parallel; the layout fits the ranks."""
-    from .command_line import new_parser, parse
-    from .config import Dtype, ParallelConfig
-    from .preflight import check_ranks
-
-    parser = new_parser(f"{PROG} convert {name}", _summary(function))
-    for place, text in places.items():
-        parser.add_argument(place, type=str, help=text)
-    parser.add_argument("--dtype", type=Dtype | None, default=None, help="Of the written tensors; null keeps what config.json says.")
-    parser.add_class_arguments(ParallelConfig, "parallel")
-    values = parse(parser, arguments)
-    check_ranks(values.parallel, ["convert", name, *arguments], os.environ)
-    return values
+    return main(arguments)
 
 
 def methods(arguments: Sequence[str]) -> int:
     """List every method, or `show NAME` one with its parameters."""
-    parser = argparse.ArgumentParser(prog=f"{PROG} methods", description=_summary(methods))
+    parser = argparse.ArgumentParser(prog=f"{PROG} methods", description=summary(methods))
     parser.add_argument("action", nargs="?", choices=["show"], help="show: one method in full")
     parser.add_argument("name", nargs="?", help="The method to show")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
@@ -178,7 +126,7 @@ def methods(arguments: Sequence[str]) -> int:
 
 def report(arguments: Sequence[str]) -> int:
     """Write RUN_DIR/report.html from a run's metrics."""
-    parser = argparse.ArgumentParser(prog=f"{PROG} report", description=_summary(report))
+    parser = argparse.ArgumentParser(prog=f"{PROG} report", description=summary(report))
     parser.add_argument("run_dir", metavar="RUN_DIR", help="The logging.dir of a run")
     options = parser.parse_args(arguments)
     from .telemetry.report import write_report
@@ -189,7 +137,7 @@ def report(arguments: Sequence[str]) -> int:
 
 def doctor(arguments: Sequence[str]) -> int:
     """Say what is installed and what would run; exits 1 with the remedy when something is missing."""
-    parser = argparse.ArgumentParser(prog=f"{PROG} doctor", description=_summary(doctor))
+    parser = argparse.ArgumentParser(prog=f"{PROG} doctor", description=summary(doctor))
     parser.add_argument("--json", action="store_true", help="JSON instead of tables")
     parser.add_argument("--no-engine", action="store_true", help="Do not try to import SGLang, which takes half a minute on a CPU")
     options = parser.parse_args(arguments)
@@ -206,7 +154,8 @@ COMMANDS = {
     "eval": Command(evaluate, "Sample held-out prompts and score the answers."),
     "check": Command(check, "Check a configuration and start nothing."),
     "rollout": Command(rollout, "serve: launch SGLang servers on this machine."),
-    "convert": Command(convert, "hf-to-mcore, mcore-to-hf: convert checkpoints."),
+    "convert": Command(convert, "Read, write, compare and convert checkpoints."),
+    "lab": Command(lab, "Measure and take apart the mismatch between the engines."),
     "methods": Command(methods, "List the methods, or show one."),
     "report": Command(report, "Write a run's report.html."),
     "doctor": Command(doctor, "Say what is installed and what would run."),
@@ -219,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("megatron_rl").setLevel(logging.INFO)
     try:
-        return _sub_commands("", COMMANDS, arguments)
+        return dispatch("", COMMANDS, arguments, _DESCRIPTION)
     except KeyboardInterrupt:
         return 130
     except (ValueError, RuntimeError) as error:
@@ -229,22 +178,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ValueError) else 1
 
 
-def _sub_commands(name: str, commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
-    """Runs the command that the first argument names; without one, or with --help, argparse has its say."""
-    if arguments and arguments[0] in commands:
-        return commands[arguments[0]].run(arguments[1:])
-    parser = argparse.ArgumentParser(prog=f"{PROG} {name}".strip(), description=_DESCRIPTION if not name else None)
-    choices = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for key, command in commands.items():
-        choices.add_parser(key, help=command.help, add_help=False)
-    parser.parse_args(arguments)
-    raise AssertionError("argparse ends the process where no known command is named")
-
-
 def _config(name: str, function: Runner, arguments: Sequence[str]) -> Config:
     from .command_line import parse_config
 
-    return parse_config(f"{PROG} {name}", _summary(function), arguments)
+    return parse_config(f"{PROG} {name}", summary(function), arguments)
 
 
 def _checked(name: str, function: Runner, arguments: Sequence[str]) -> Config:
@@ -256,10 +193,6 @@ def _checked(name: str, function: Runner, arguments: Sequence[str]) -> Config:
     check_world(config, started_ranks(os.environ), supervised=name == "sft")
     check_config(config, supervised=name == "sft")
     return config
-
-
-def _summary(function: Runner) -> str:
-    return (function.__doc__ or "").split("\n\n")[0]
 
 
 def _is_message(error: Exception) -> bool:

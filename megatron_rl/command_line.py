@@ -7,10 +7,13 @@ import re
 from argparse import ArgumentError
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from .config import Config
+
+Tree = TypeVar("Tree", bound=Any)
 
 USAGE_OF_CONFIG = "[--config FILE.yaml]... [--SECTION.FIELD VALUE]... [--print_config]"
 HELP_OF_CONFIG = "YAML files and options are merged from left to right; later ones win. --print_config shows the result."
@@ -26,16 +29,19 @@ def new_parser(prog: str, description: str, usage: str | None = None) -> Argumen
     return ArgumentParser(prog=prog, description=description, usage=usage, exit_on_error=False)
 
 
-def config_parser(prog: str, description: str) -> ArgumentParser:
-    """A parser with every field of `Config` as --section.field, --config and --print_config. Imports no torch."""
+def config_parser(prog: str, description: str, cls: type = Config) -> ArgumentParser:
+    """A parser with every field of `cls` as --section.field, --config and --print_config. Imports no torch."""
     parser = new_parser(prog, f"{description} {HELP_OF_CONFIG}", f"{prog} {USAGE_OF_CONFIG}")
     parser.add_argument("--config", action="config", metavar="FILE.yaml", help="Any part of the tree; may be given several times.")
-    parser.add_class_arguments(Config, None, as_group=True)
+    parser.add_class_arguments(cls, None, as_group=True)
     return parser
 
 
-def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
+def parse(parser: ArgumentParser, arguments: Sequence[str], cls: type = Config) -> Namespace:
     """The parsed arguments, dataclasses built.
+
+    Args:
+        cls: the tree whose keys an unknown one is compared with.
 
     Raises:
         UserError: an unknown key, a value of a wrong type, or one that a dataclass refuses.
@@ -44,24 +50,29 @@ def parse(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
     try:
         return parser.instantiate(parser.parse_args(list(arguments)))
     except ArgumentError as error:
-        raise UserError(explain(str(error), parser.prog)) from error
+        raise UserError(explain(str(error), parser.prog, cls)) from error
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
 def parse_config(prog: str, description: str, arguments: Sequence[str]) -> Config:
     """The `Config` that arguments and the files they name ask for. Raises as `parse`."""
-    values = parse(config_parser(prog, description), arguments)
-    return Config(**{field.name: values[field.name] for field in fields(Config)})
+    return parse_into(Config, prog, description, arguments)
 
 
-def explain(message: str, prog: str) -> str:
+def parse_into(cls: type[Tree], prog: str, description: str, arguments: Sequence[str]) -> Tree:
+    """As `parse_config`, for another tree of dataclasses."""
+    values = parse(config_parser(prog, description, cls), arguments, cls)
+    return cls(**{field.name: values[field.name] for field in fields(cls)})
+
+
+def explain(message: str, prog: str, cls: type = Config) -> str:
     """jsonargparse's message on one line: what is wrong first, then the remedy."""
     line = " ".join(message.split())
     remedy = f"see {prog} --help"
     key = _unknown_key(line)
     if key is not None:
-        near = difflib.get_close_matches(key, list(config_keys()), n=1)
+        near = difflib.get_close_matches(key, list(config_keys(cls)), n=1)
         return f"{key}: there is no such key; " + (f"did you mean {near[0]}?" if near else remedy)
     wrong = re.fullmatch(r'Parser key "([^"]+)": (.*)', line)
     if wrong is None:

@@ -7,6 +7,7 @@ order. Values are only moved, so a round trip in one dtype is exact.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from .source import Source
 
 BUCKET_BYTES = 256 * 1024 * 1024
 """Default size of one exchange; it also bounds the extra memory of rank 0."""
+EXCHANGE_TIMEOUT = timedelta(minutes=30)
+"""Default for how long one exchange may take, from when a rank is ready for it."""
 
 
 @torch.no_grad()
@@ -53,7 +56,12 @@ def load_hf(models: Sequence[nn.Module], folder: str | Path, *, trunk: bool = Fa
 
 
 def export_hf(
-    models: Sequence[nn.Module], hf: Mapping[str, Any], *, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES
+    models: Sequence[nn.Module],
+    hf: Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    timeout: timedelta = EXCHANGE_TIMEOUT,
 ) -> Iterator[tuple[str, Tensor | None]]:
     """The whole model's tensors under their Hugging Face names, in the same order on every rank. Collective: all ranks must drain it.
 
@@ -65,6 +73,7 @@ def export_hf(
         hf: the checkpoint's config.json.
         dtype: of the tensors, except those whose row in the family's table has one; None takes the trainer's params_dtype.
         bucket_bytes: size of one exchange and of the extra memory of rank 0; one tensor alone may exceed it.
+        timeout: of one exchange.
 
     Yields:
         (name, tensor) on global rank 0, on the model's device; (name, None) on the others.
@@ -75,16 +84,15 @@ def export_hf(
     """
     family = family_for(hf)
     shape = live_shape(family, hf, models)
-    yield from _fuse(_export(models, family, shape, dtype or models_dtype(models), bucket_bytes), family, shape)
+    exchange = _Exchange(_all_seats(models), held_parameters(models, family, shape), shape, dtype or models_dtype(models), timeout)
+    yield from _fuse(_export(exchange, family, shape, bucket_bytes), family, shape)
 
 
 Named = tuple[str, Tensor | None]
 
 
-def _export(models: Sequence[nn.Module], family: Family, shape: ModelShape, dtype: torch.dtype, bucket_bytes: int) -> Iterator[Named]:
+def _export(exchange: _Exchange, family: Family, shape: ModelShape, bucket_bytes: int) -> Iterator[Named]:
     """Under the table's names."""
-    parameters = held_parameters(models, family, shape)
-    exchange = _Exchange(_all_seats(models), parameters, shape, dtype)
     for bucket in _buckets(family.slots(shape), shape, bucket_bytes // exchange.dtype.itemsize):
         shards = exchange.gather(bucket)
         for number, slot in enumerate(bucket):
@@ -151,8 +159,11 @@ def _elements(size: Shape) -> int:
 class _Exchange:
     """Brings the shards of a bucket to global rank 0, one message a sender."""
 
-    def __init__(self, seats: Sequence[Seat], parameters: Mapping[Key, Tensor], shape: ModelShape, dtype: torch.dtype) -> None:
+    def __init__(
+        self, seats: Sequence[Seat], parameters: Mapping[Key, Tensor], shape: ModelShape, dtype: torch.dtype, timeout: timedelta
+    ) -> None:
         self._seats = seats
+        self._timeout = timeout
         self._parameters = parameters
         self._shape = shape
         self._experts_per_rank = experts_per_rank(shape)
@@ -179,11 +190,13 @@ class _Exchange:
         try:
             if self._rank != 0:
                 if flat is not None:
-                    _complete([dist.P2POp(dist.isend, flat, 0)])
+                    _complete([dist.P2POp(dist.isend, flat, 0)], self._timeout)
                 return None
             received = self._receive(messages, dtype)
         except RuntimeError as error:
-            raise RuntimeError(f"gathering {bucket[0]} .. {bucket[-1]} on rank 0 failed on rank {self._rank}: {error}") from error
+            span = f"{bucket[0]} .. {bucket[-1]}" if len(bucket) > 1 else f"{bucket[0]}"
+            senders = sorted(sender for sender in messages if sender != 0)
+            raise RuntimeError(f"gathering {span} from ranks {senders} on rank 0 failed on rank {self._rank}: {error}") from error
         if flat is not None:
             received[0] = flat
         return self._cut(bucket, messages, received)
@@ -203,7 +216,7 @@ class _Exchange:
             if sender != 0
         }
         if received:
-            _complete([dist.P2POp(dist.irecv, buffer, sender) for sender, buffer in received.items()])
+            _complete([dist.P2POp(dist.irecv, buffer, sender) for sender, buffer in received.items()], self._timeout)
         return received
 
     def _shard_shape(self, slot: Slot) -> Shape:
@@ -217,6 +230,6 @@ class _Exchange:
         return [[next(pieces[owner]).view(self._shard_shape(slot)) for owner in self.owners(slot)] for slot in bucket]
 
 
-def _complete(operations: list[dist.P2POp]) -> None:
+def _complete(operations: list[dist.P2POp], timeout: timedelta) -> None:
     for work in dist.batch_isend_irecv(operations):
-        work.wait()
+        work.wait(timeout)

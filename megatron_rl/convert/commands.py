@@ -1,39 +1,43 @@
 """Whole conversions between Hugging Face folders and Megatron distributed checkpoints, in one process or under torchrun.
 
-The layout only says over how many ranks the work is spread: a Megatron distributed checkpoint loads under any other.
+One tensor after another goes from source to target: no model is built. The layout only says what lies together in a checkpoint's files
+and over how many ranks the work is spread: a Megatron distributed checkpoint loads under any other.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
-import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
 
-from ..actor.actor import Actor
-from ..actor.checkpoint import STATE, TrainState, folders, load, save
-from ..actor.parallel import create_mesh, destroy_mesh, prepare_process
-from ..config import (
-    Config,
-    DataConfig,
-    Dtype,
-    ModelConfig,
-    ParallelConfig,
-    ReplayConfig,
-    RolloutConfig,
-    check_against_model,
-    read_model_facts,
-)
-from .families import family_for
-from .hf import read_config
+from ..actor.checkpoint import TrainState, write_state
+from ..actor.model import DTYPES
+from ..actor.parallel import Mesh
+from ..config import Config, Dtype, ParallelConfig
+from .hf import HfReader, read_config, write_companions
+from .hf_shards import shards, units, write
+from .hf_values import HfValues
+from .mcore_reader import McoreReader
+from .mcore_weights import McoreWeights
+from .mcore_writer import FILE_BYTES, StreamedSave
+from .partial import appearing, source_files
+from .progress import Progress
+from .session import conversion_config, named_dtype, newest, processes
+from .skeleton import Skeleton
+from .source import Source
 
 log = logging.getLogger(__name__)
 
 
-def hf_to_mcore(folder: str, out: str, parallel: ParallelConfig | None = None, dtype: Dtype | None = None) -> Path:
+def hf_to_mcore(
+    folder: str, out: str, parallel: ParallelConfig | None = None, dtype: Dtype | None = None, file_bytes: int = FILE_BYTES
+) -> Path:
     """Writes a Megatron distributed checkpoint of a Hugging Face folder, without optimizer. Collective under torchrun.
 
     Args:
@@ -41,100 +45,108 @@ def hf_to_mcore(folder: str, out: str, parallel: ParallelConfig | None = None, d
         out: a new folder; the checkpoint is its step_000000, where training resumes from when logging.dir/checkpoints is `out`.
         parallel: layout over the ranks of torchrun; one process needs none.
         dtype: of the checkpoint; null keeps config.json's.
+        file_bytes: largest file, unless one tensor alone is larger; an interrupted conversion goes on with the first file it lacks.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
         ValueError: an unsupported or damaged checkpoint, a layout that does not fit it, or `out` exists.
+        RuntimeError: writing failed; the message says what was kept.
     """
-    if Path(out).exists():
-        raise ValueError(f"out: {out!r} exists already; remove it or choose another folder")
-    with _actor(folder, parallel or ParallelConfig(), dtype) as actor:
-        actor.load_hf(folder)
-        state = TrainState(
-            step=0,
-            optimizer_step=0,
-            weight_version=0,
-            seed=0,
-            architecture=actor.hf["architectures"][0],
-            world_size=actor.mesh.world_size,
-            has_optimizer=False,
-        )
-        written = save(Path(out), {"actor": actor}, state, keep=1)
-        if actor.mesh.is_main:
-            log.info("wrote %s", written)
-        return written
+    hf = read_config(folder)
+    config = conversion_config(folder, parallel or ParallelConfig(), dtype or named_dtype(hf))
+    with processes(config.parallel) as mesh:
+        skeleton = Skeleton(config, mesh, hf)
+        source = Source(HfReader(folder), skeleton.family, skeleton.shape)
+        origin = _origin("hf-to-mcore", Path(folder), mesh, **_options(config, file_bytes))
+        with appearing(Path(out), origin, is_main=mesh.is_main, barrier=mesh.barrier) as partial:
+            # No run's random states: those of a conversion are of no use to anybody.
+            state = TrainState(0, 0, 0, seed=0, architecture=hf["architectures"][0], world_size=0, has_optimizer=False)
+            step = partial / "step_000000"
+            save_streamed(step, skeleton, HfValues(source, skeleton), what="hf-to-mcore", file_bytes=file_bytes)
+            if mesh.is_main:
+                write_state(step, state, hf)
+        if mesh.is_main:
+            log.info("wrote %s", Path(out) / "step_000000")
+        return Path(out) / "step_000000"
 
 
-def mcore_to_hf(checkpoint: str, out: str, hf_template: str, parallel: ParallelConfig | None = None, dtype: Dtype | None = None) -> Path:
-    """Writes a Hugging Face folder from a Megatron distributed checkpoint. Collective under torchrun.
+def mcore_to_hf(
+    checkpoint: str,
+    out: str,
+    hf_template: str,
+    parallel: ParallelConfig | None = None,
+    dtype: Dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Path:
+    """Writes a Hugging Face folder from a Megatron distributed checkpoint of any layout. Ranks of torchrun share the files.
 
     Args:
         checkpoint: a step_* folder, or the folder of several, of which the newest whole one is taken.
         out: a new folder.
         hf_template: a Hugging Face folder of the same model, for config.json and tokenizer; its weights are not read.
-        parallel: layout over the ranks of torchrun; one process needs none.
+        parallel: a layout that fits the ranks; the files come out alike under any.
         dtype: of the written tensors; null takes the template's.
+        file_bytes: as for `hf_to_mcore`.
 
     Returns:
         `out`.
 
     Raises:
-        ValueError: no whole checkpoint, one of another architecture, a layout that does not fit, or `out` exists.
+        ValueError: no whole checkpoint, a damaged one, one of another model, or `out` exists.
+        RuntimeError: writing failed; the message says what was kept.
     """
-    if Path(out).exists():
-        raise ValueError(f"out: {out!r} exists already; remove it or choose another folder")
-    with _actor(hf_template, parallel or ParallelConfig(), dtype) as actor:
-        load(_newest(Path(checkpoint)), {"actor": actor}, actor.hf["architectures"][0])
-        actor.save_hf(out, hf_template)
-        if actor.mesh.is_main:
+    hf = read_config(hf_template)
+    config = conversion_config(hf_template, ParallelConfig(), dtype or named_dtype(hf))
+    with processes(config.parallel) as mesh:
+        step = newest(Path(checkpoint), hf["architectures"][0])
+        skeleton = Skeleton(config, mesh, hf)
+        weights = McoreWeights(McoreReader(step), skeleton)
+        origin = _origin("mcore-to-hf", step, mesh, template=hf, **_options(config, file_bytes))
+        with appearing(Path(out), origin, is_main=mesh.is_main, barrier=mesh.barrier) as partial:
+            files = shards(units(skeleton.family, skeleton.shape, DTYPES[config.model.dtype]), file_bytes)
+            mine = files[mesh.rank :: mesh.world_size]
+            with Progress("mcore-to-hf", sum(file.size for file in mine), shown=mesh.is_main) as progress:
+                write(partial, mine, weights.tensors, progress)
+            if mesh.is_main:
+                weight_map = {name: file.name for file in files for unit in file.units for name, _ in unit.tensors}
+                dtypes = {unit.dtype for file in files for unit in file.units}
+                write_companions(partial, Path(hf_template), hf, weight_map, sum(file.size for file in files), dtypes)
+        if mesh.is_main:
             log.info("wrote %s", out)
         return Path(out)
 
 
-@contextmanager
-def _actor(folder: str, parallel: ParallelConfig, dtype: Dtype | None) -> Iterator[Actor]:
-    """An `Actor` that does not train, in process groups that end with the block unless the process was in some before."""
-    hf = read_config(folder)
-    family = family_for(hf)
-    config = _config(folder, parallel, dtype or _own_dtype(folder))
-    check_against_model(config, read_model_facts(folder))
-    prepare_process(config.train.threads)
-    joined = dist.is_initialized()
-    mesh = create_mesh(parallel)
-    try:
-        yield Actor(config, mesh, family, hf, trains=False)
-    finally:
-        if not joined:
-            destroy_mesh()
+def save_streamed(
+    folder: Path, skeleton: Skeleton, values: Callable[[ShardedTensor], Tensor], *, what: str, file_bytes: int = FILE_BYTES
+) -> None:
+    """Writes the tensors of a checkpoint folder, one in memory at a time. Collective.
 
-
-def _config(folder: str, parallel: ParallelConfig, dtype: Dtype) -> Config:
-    """A run's configuration in which only the model and the layout mean anything."""
-    return Config(
-        model=ModelConfig(path=folder, dtype=dtype),
-        parallel=parallel,
-        data=DataConfig(max_prompt_tokens=1),
-        rollout=RolloutConfig(max_new_tokens=1),
-        replay=ReplayConfig(mode="none"),
+    Args:
+        values: see `StreamedSave`.
+        what: stands before the progress.
+        file_bytes: largest file.
+    """
+    mesh = skeleton.mesh
+    if mesh.is_main:
+        folder.mkdir(exist_ok=True)
+    mesh.barrier()
+    strategy = StreamedSave(
+        values,
+        skeleton.order,
+        rank=mesh.rank,
+        gather=mesh.gather,
+        progress=lambda total: Progress(what, total, shown=mesh.is_main),
+        file_bytes=file_bytes,
     )
+    dist_checkpointing.save(skeleton.state_dict(), str(folder), sharded_strategy=strategy)
 
 
-def _own_dtype(folder: str) -> Dtype:
-    """What config.json says of the weights; float32, transformers' default, where it says nothing."""
-    config = read_config(folder)
-    named = config.get("dtype") or config.get("torch_dtype") or "float32"
-    for dtype in get_args(Dtype):
-        if named == dtype:
-            return dtype
-    raise ValueError(f"config.json: dtype = {named!r} is not supported; pass --dtype with one of {', '.join(get_args(Dtype))}")
+def _options(config: Config, file_bytes: int) -> dict[str, Any]:
+    return {"parallel": dataclasses.asdict(config.parallel), "dtype": config.model.dtype, "file_bytes": file_bytes}
 
 
-def _newest(checkpoint: Path) -> Path:
-    if (checkpoint / STATE).is_file():
-        return checkpoint
-    whole = folders(checkpoint)
-    if not whole:
-        raise ValueError(f"checkpoint: {str(checkpoint)!r} is no whole checkpoint and holds none")
-    return whole[-1]
+def _origin(command: str, source: Path, mesh: Mesh, **options: Any) -> Mapping[str, Any]:
+    """What the files of a conversion depend on."""
+    return {"command": command, "source": str(source.resolve()), "files": source_files(source), "ranks": mesh.world_size, **options}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +10,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from .partial import sync
+from .safetensors_file import SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 1 << 30
@@ -62,7 +63,7 @@ class HfReader:
         self._files = {name: _open(self.folder / name) for name in self._weight_files()}
         self._where: dict[str, str] = {}
         for file, handle in self._files.items():
-            for tensor in handle.keys():  # noqa: SIM118 (safe_open is no mapping)
+            for tensor in handle.names():
                 if tensor in self._where:
                     raise ValueError(f"{self.folder}: tensor {tensor!r} is in both {self._where[tensor]} and {file}; remove one")
                 self._where[tensor] = file
@@ -97,11 +98,11 @@ class HfReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the header."""
-        return tuple(self._files[self._where[name]].get_slice(name).get_shape())
+        return self._files[self._where[name]].shape(name)
 
     def dtype(self, name: str) -> str:
         """Dtype of a tensor as safetensors calls it (F32, BF16, F8_E4M3, ...), from the header."""
-        return str(self._files[self._where[name]].get_slice(name).get_dtype())
+        return self._files[self._where[name]].dtype(name)
 
     def total_bytes(self) -> int:
         """Size of the weight files."""
@@ -109,17 +110,13 @@ class HfReader:
 
     def tensor(self, name: str, index: int | None = None) -> Tensor:
         """A tensor, or with `index` only its row of that number (without the first axis)."""
-        handle = self._files[self._where[name]]
-        return handle.get_tensor(name) if index is None else handle.get_slice(name)[index]
+        return self._files[self._where[name]].tensor(name, index)
 
 
-def _open(file: Path) -> Any:
+def _open(file: Path) -> SafetensorsFile:
     if not file.is_file():
         raise ValueError(f"{file}: is missing, but {INDEX} names it; copy the checkpoint again")
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{file}: is damaged or truncated ({error}); copy the checkpoint again") from error
+    return SafetensorsFile(file)
 
 
 class HfWriter:
@@ -177,7 +174,7 @@ class HfWriter:
         self._total_bytes += size
 
     def _flush(self) -> None:
-        save_file(self._pending, self._partial / _shard_file(len(self._shards) + 1, 0), metadata={"format": "pt"})
+        save_file(self._pending, self._partial / shard_file(len(self._shards) + 1, 0), metadata={"format": "pt"})
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
@@ -188,22 +185,37 @@ class HfWriter:
         assert count, "a checkpoint without tensors"
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self._shards, 1):
-            final = "model.safetensors" if count == 1 else _shard_file(number, count)
-            (self._partial / _shard_file(number, 0)).rename(self._partial / final)
+            final = shard_file(number, count)
+            (self._partial / shard_file(number, 0)).rename(self._partial / final)
             weight_map |= dict.fromkeys(names, final)
-        if count > 1:
-            _write_json(self._partial / INDEX, {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map})
-        _write_json(self._partial / "config.json", _with_dtype(self._config, self._dtypes))
-        for name in COMPANIONS:
-            if (self.template / name).is_file():
-                shutil.copyfile(self.template / name, self._partial / name)
+        write_companions(self._partial, self.template, self._config, weight_map, self._total_bytes, self._dtypes)
         for path in self._partial.iterdir():
-            _sync(path)
+            sync(path)
         self._partial.rename(self.folder)
-        _sync(self.folder.parent)
+        sync(self.folder.parent)
 
 
-def _shard_file(number: int, count: int) -> str:
+def write_companions(
+    folder: Path, template: Path, config: Mapping[str, Any], weight_map: Mapping[str, str], total_bytes: int, dtypes: set[torch.dtype]
+) -> None:
+    """Everything beside the weights: the index where there are several files, config.json, and what the template has of COMPANIONS.
+
+    Args:
+        weight_map: tensor -> its file.
+        dtypes: of all tensors.
+    """
+    if len(set(weight_map.values())) > 1:
+        _write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)})
+    _write_json(folder / "config.json", _with_dtype(config, dtypes))
+    for name in COMPANIONS:
+        if (template / name).is_file():
+            shutil.copyfile(template / name, folder / name)
+
+
+def shard_file(number: int, count: int) -> str:
+    """The name of the weight file with that number, from 1, of so many."""
+    if count == 1:
+        return "model.safetensors"
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
@@ -222,12 +234,3 @@ def _with_dtype(config: Mapping[str, Any], dtypes: set[torch.dtype]) -> dict[str
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _sync(path: Path) -> None:
-    """Reaches the disk before the rename that makes it visible."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

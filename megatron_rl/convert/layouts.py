@@ -11,11 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The values of a contiguous tensor on the host, as the bytes that they are in memory; writing to these changes the tensor."""
+    values: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(values)
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,8 @@ class VocabLayout(Layout):
 
     def full_from_hf(self, tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
         (tensor,) = tensors
+        if shape.padded_vocab == shape.vocab:
+            return tensor
         padding = tensor.new_zeros(shape.padded_vocab - shape.vocab, *tensor.shape[1:])
         return torch.cat([tensor, padding])
 
