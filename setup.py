@@ -11,7 +11,7 @@ setup(
     description="RL post-training of mixture-of-experts language models with Megatron-core and SGLang, and a laboratory for their mismatch",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl": ["py.typed"], "megatron_rl.telemetry": ["*.html"]},
+    package_data={"megatron_rl": ["py.typed"], "megatron_rl.page": ["assets/*"], "megatron_rl.lab": ["*.css"]},
     entry_points={"console_scripts": ["megatron-rl = megatron_rl.cli:main"]},
     # Ranges, not pins: a cluster brings its own torch. tools/install.sh pins what the laptop and CI use.
     install_requires=[
@@ -28,8 +28,8 @@ setup(
         "orjson>=3.10,<4",
         "stamina>=24.3",
         "rich>=13.9,<16",
-        "plotly>=6,<8",
         "tensorboard>=2.16,<3",
+        "pyarrow>=17,<28",  # the record of a run
     ],
     extras_require={
         "tasks": TASKS,
@@ -43,7 +43,18 @@ setup(
             *TASKS,
             *MATH,
         ],
+        "lab-quant": ["nvidia-modelopt>=0.47"],  # the int8 rounding of `lab measure --quantiser modelopt`; works on CPU
+        "real-weights": ["gguf>=0.17"],  # tools/fetch_smollm2.py
         "docs": ["matplotlib>=3.9"],  # the plots of tools/method_pages.py
-        "dev": ["ruff>=0.14", "mypy>=1.18", "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "types-PyYAML"],
+        "dev": [
+            "ruff>=0.14",
+            "mypy>=1.18",
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "hypothesis>=6.100",
+            "types-PyYAML",
+            "playwright>=1.50",
+        ],
     },
 )

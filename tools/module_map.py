@@ -26,7 +26,7 @@ def first_sentence(path: Path) -> str:
 def section() -> str:
     """One line a module, by package."""
     lines = [HEADING]
-    for folder in [ROOT / "megatron_rl", *sorted(p for p in (ROOT / "megatron_rl").iterdir() if p.is_dir())]:
+    for folder in [ROOT / "megatron_rl", *sorted(p for p in (ROOT / "megatron_rl").rglob("*") if p.is_dir())]:
         modules = sorted(p for p in folder.glob("*.py") if p.name not in ("__init__.py", "__main__.py"))
         if modules:
             lines.append(f"\n### {folder.relative_to(ROOT)}\n")

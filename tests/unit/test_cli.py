@@ -28,6 +28,12 @@ HELP = (
     ["convert"],
     ["convert", "hf-to-mcore"],
     ["convert", "mcore-to-hf"],
+    ["convert", "inspect"],
+    ["convert", "verify"],
+    ["convert", "reshard"],
+    ["lab"],
+    ["lab", "report"],
+    ["lab", "watch"],
     ["methods"],
     ["report"],
     ["doctor"],
@@ -69,7 +75,7 @@ for words in {HELP!r}:
     except SystemExit as end:
         assert end.code == 0, (words, end.code)
     assert "usage: megatron-rl" in text.getvalue(), words
-    heavy = [m for m in ("torch", "transformers", "sglang", "megatron", "numpy", "aiohttp", "plotly") if m in sys.modules]
+    heavy = [m for m in ("torch", "transformers", "sglang", "megatron", "numpy", "aiohttp") if m in sys.modules]
     assert not heavy, (words, heavy)
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
@@ -95,6 +101,7 @@ def test_help_is_quick() -> None:
         (["--sync.mode", "tcp"], "sync.mode: 'tcp' does not fit; use one of disk, distributed"),
         (["--config", "/nowhere.yaml"], "config: File does not exist: '/nowhere.yaml'; see megatron-rl train --help"),
         (["--corrections", "[{nme: tis}]"], "corrections: an entry has the key 'nme', which does not exist; see megatron-rl train --help"),
+        (["--replay.mode", "PR2"], "replay.mode: 'PR2' does not fit; use one of none, R2, R3"),
         (["--model.path", "/nowhere"], "model.path: '/nowhere' is not a folder; give one with a Hugging Face checkpoint"),
     ],
 )
