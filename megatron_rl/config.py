@@ -164,7 +164,7 @@ class RolloutConfig:
     request_timeout: float = 600.0
     """Seconds one generation may take."""
     resume_aborted: int = 3
-    """How often an answer that its server cut off (a pause, an abort by hand or by a gateway) is gone on with, from where it was; after that
+    """How often an answer that its server cut off (a pause, an abort by hand or by a gateway) is gone on with, from where it was; then
     the run ends."""
     temperature: float = 1.0
     """Of sampling; the trainer divides its logits by it too."""
@@ -290,7 +290,7 @@ class ReplayConfig:
     mode: Literal["none", "R2", "R3"] = "R3"
     """none: the trainer routes live. R2: it replays its own old-policy routes. R3: it replays the engine's routes."""
     probe_every: int = 10
-    """Steps between probes, which score a few answers live too, so that the log shows what replay removes (docs/routing.md); 0 for never."""
+    """Steps between probes, which score a few answers live, too, so that the log shows what replay removes (docs/routing.md); 0: never."""
 
     def __post_init__(self) -> None:
         _require(self.probe_every >= 0, "replay.probe_every", self.probe_every, "must not be negative; 0 switches probes off")

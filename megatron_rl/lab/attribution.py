@@ -104,7 +104,7 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def explain(sample: Sampled, name: str) -> dict[str, Any] | None:
-    """Both orders, how far they are apart, and what staleness and numerics are made of in the first; None where the condition cannot be attributed."""
+    """Both orders, how far they are apart, and what staleness and numerics are made of in the first; None for what cannot be attributed."""
     both = [attribute(sample, name, order) for order in ORDERS]
     first, second = both
     if first is None:

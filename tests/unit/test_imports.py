@@ -1,4 +1,4 @@
-"""Imports go one way: types, config <- methods, routing, page <- data, rewards, rollout, actor, sync, convert, telemetry <- run, loop <- cli."""
+"""Imports go one way: types, config <- methods, routing, page <- data, rewards, rollout, actor, sync, telemetry ... <- run, loop <- cli."""
 
 from __future__ import annotations
 
