@@ -11,16 +11,21 @@ cd "$(dirname "$0")/.."
 
 OUT=${OUT:-runs/convert}
 MODEL=${MODEL:-$OUT/tiny}
+PYTHON=${PYTHON:-}
+if [ -z "$PYTHON" ]; then
+    bash tools/install.sh
+    PYTHON=.venv/bin/python
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 mkdir -p "$OUT"
 
 if [ ! -e "$MODEL" ]; then
-    python tools/make_tiny_moe.py --out "$MODEL"
+    "$PYTHON" tools/make_tiny_moe.py --out "$MODEL"
 fi
 printf '{"tokens": [3, 1, 4, 1, 5, 9, 2, 6]}\n{"tokens": [2, 7, 1, 8]}\n' > "$OUT/prompts.jsonl"
 
-python -m megatron_rl convert hf-to-mcore "$MODEL" "$OUT/mcore"
+"$PYTHON" -m megatron_rl convert hf-to-mcore "$MODEL" "$OUT/mcore"
 # Exits 1, and ends this script, where a tensor differs or a logit is further off than fp32 sums in another order may be.
-python -m megatron_rl convert verify "$MODEL" "$OUT/mcore" --prompts "$OUT/prompts.jsonl"
-python -m megatron_rl convert mcore-to-hf "$OUT/mcore" "$OUT/hf" "$MODEL"
+"$PYTHON" -m megatron_rl convert verify "$MODEL" "$OUT/mcore" --prompts "$OUT/prompts.jsonl"
+"$PYTHON" -m megatron_rl convert mcore-to-hf "$OUT/mcore" "$OUT/hf" "$MODEL"
 echo "the same model again: $OUT/hf"

@@ -42,29 +42,31 @@ def replay(arguments: Sequence[str]) -> int:
     from ..preflight import check_config, check_ranks, check_world, started_ranks
     from .replay import NO_DATA, plan, recorded_config
 
+    # RUN is no option: torchrun would take --run for a short form of its own --run-path.
+    run = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
     own = argparse.ArgumentParser(prog=f"{PROG} lab replay", add_help=False, allow_abbrev=False)
-    own.add_argument("--run", type=Path)
     own.add_argument("--from_step", type=int, default=0)
     own.add_argument("--out", type=Path)
-    options, rest = own.parse_known_args(arguments)
+    options, rest = own.parse_known_args(arguments[1:] if run else arguments)
     description = (
-        f"{summary(replay)} --run DIR: the logging.dir of the recorded run, whose configuration is taken. --from_step N: the first step "
-        "to train again (0). --out DIR: where the replay writes (<run>/replay)."
+        f"{summary(replay)} RUN: the logging.dir of the recorded run, whose configuration is taken. --from_step N: the first step "
+        "to train again (0). --out DIR: where the replay writes (RUN/replay)."
     )
-    if options.run is None:
+    if run is None:
         if not {"-h", "--help"} & set(rest):
-            raise UserError("--run: is missing; name the logging.dir of a run that recorded")
+            raise UserError("RUN: is missing; name the logging.dir of a run that recorded")
         recorded: list[str] = []
     else:
-        recorded = ["--config", json.dumps(recorded_config(options.run)), "--record.enabled", "false"]
-        rest = [*rest, *NO_DATA, "--logging.dir", str(options.out or options.run / "replay")]
-    config = parse_config(f"{PROG} lab replay --run DIR [--from_step N] [--out DIR]", description, [*recorded, *rest])
-    if Path(config.logging.dir).resolve() == options.run.resolve():
+        recorded = ["--config", json.dumps(recorded_config(run)), "--record.enabled", "false"]
+        rest = [*rest, *NO_DATA, "--logging.dir", str(options.out or run / "replay")]
+    config = parse_config(f"{PROG} lab replay RUN [--from_step N] [--out DIR]", description, [*recorded, *rest])
+    assert run is not None, "--help has ended the process"
+    if Path(config.logging.dir).resolve() == run.resolve():
         raise UserError(f"--out: {config.logging.dir} is the recorded run itself; name another folder")
     check_ranks(config.parallel, ["lab", "replay", *arguments], os.environ)
     check_world(config, started_ranks(os.environ))
     check_config(config)
-    offline = plan(options.run, options.from_step, config.train.steps)
+    offline = plan(run, options.from_step, config.train.steps)
     from .. import loop
 
     loop.train(config, offline)

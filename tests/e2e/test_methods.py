@@ -72,7 +72,7 @@ class Runs:
         """What training on the record of that run from `step` on says, without the server."""
         again = f"{name}_again"
         return self._run(
-            again, "lab", "replay", "--run", str(self.folder(name)), "--out", str(self.folder(again)), "--from_step", str(step)
+            again, "lab", "replay", str(self.folder(name)), "--out", str(self.folder(again)), "--from_step", str(step)
         )
 
     def _run(self, name: str, *arguments: str) -> list[dict[str, float]]:

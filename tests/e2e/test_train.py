@@ -83,9 +83,9 @@ def test_a_run_ends_with_everything_it_promises(folder: Path) -> None:
     assert all(r["lag/mean"] == 0 for r in rows)
     assert all(r["mismatch/k3_replay"] < 1e-3 for r in rows)
     assert sorted(name for name in {k for r in rows for k in r} if find_metric(name) is None) == [], "docs/metrics.md"
-    # Every pair of routings is told of; two optimizer steps moved the scores a little, and every row could be replayed.
+    # Every pair of routings is told of, and every row could be replayed. Without a single reward no update moves a score.
     assert all(0.8 < r[f"routing/{pair}exact"] <= 1 for r in rows for pair in ("", "replayed/", "moved/"))
-    assert all(0.8 < r["routing/moved/gamma"] < 1 and r["routing/unreplayable_share"] == 0 for r in rows)
+    assert all(0.8 < r["routing/moved/gamma"] <= 1 and r["routing/unreplayable_share"] == 0 for r in rows)
     assert (run / "report.html").stat().st_size > 100_000
     assert (run / "checkpoints/step_000002/state.json").is_file()
     model = AutoModelForCausalLM.from_pretrained(run / "hf")
@@ -95,7 +95,7 @@ def test_a_run_ends_with_everything_it_promises(folder: Path) -> None:
 
 def test_what_it_recorded_trains_to_the_same_bits_without_a_server(folder: Path) -> None:
     run, again = folder / "run", folder / "again"
-    command = [*TWO_RANKS, "lab", "replay", "--run", str(run), "--out", str(again), "--logging.tensorboard", "false"]
+    command = [*TWO_RANKS, "lab", "replay", str(run), "--out", str(again), "--logging.tensorboard", "false"]
     env = dict(os.environ, OMP_NUM_THREADS="1")
     done = subprocess.run(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-5000:]

@@ -23,7 +23,8 @@ from tests.engine.test_rollout import make_prompts
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 OWNER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background has its children ignore it
 from pathlib import Path
 from megatron_rl.config import ModelConfig, RolloutConfig
 from megatron_rl.rollout.fleet import serve

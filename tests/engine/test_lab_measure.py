@@ -22,7 +22,7 @@ engines: [{{name: fp32, dtype: float32}}, {{name: int8, dtype: float32, quantisa
 model: {{path: {model}}}
 grid: {{dtypes: [float32, bfloat16], layers: 2, candidates: 512}}
 lag: {{source: steps, lags: [1], optimizer: {{lr: 1.0e-3}}}}
-data: {{size: 20, eval_size: 1, max_prompt_tokens: 64}}
+data: {{size: 20, eval_size: 1, max_prompt_tokens: 128}}
 tokens_per_micro_batch: 512
 """
 ENGINES_AGREE = 2e-5

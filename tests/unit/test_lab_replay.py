@@ -146,10 +146,10 @@ def test_requests_of_a_step_are_numbered_from_0() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--run: is missing"),
-        (["--run", "RUN", "--out", "RUN"], "is the recorded run itself"),
-        (["--run", "RUN", "--objektive.name", "ppo"], "did you mean objective.name"),
-        (["--run", "elsewhere"], "holds no record"),
+        ([], "RUN: is missing"),
+        (["RUN", "--out", "RUN"], "is the recorded run itself"),
+        (["RUN", "--objektive.name", "ppo"], "did you mean objective.name"),
+        (["elsewhere"], "holds no record"),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
