@@ -71,9 +71,7 @@ class Runs:
     def replay(self, name: str, step: int) -> list[dict[str, float]]:
         """What training on the record of that run from `step` on says, without the server."""
         again = f"{name}_again"
-        return self._run(
-            again, "lab", "replay", str(self.folder(name)), "--out", str(self.folder(again)), "--from_step", str(step)
-        )
+        return self._run(again, "lab", "replay", str(self.folder(name)), "--out", str(self.folder(again)), "--from_step", str(step))
 
     def _run(self, name: str, *arguments: str) -> list[dict[str, float]]:
         command = [sys.executable, "-m", "megatron_rl", *arguments]
