@@ -289,7 +289,7 @@ class ReplayConfig:
 
     mode: Literal["none", "R2", "R3"] = "R3"
     """none: the trainer routes live. R2: it replays its own old-policy routes. R3: it replays the engine's routes."""
-    probe_every: int = 10
+    probe_every: int = 20
     """Steps between probes, which score a few answers live, too, so that the log shows what replay removes (docs/routing.md); 0: never."""
 
     def __post_init__(self) -> None:
