@@ -148,8 +148,13 @@ async def _score(fleet: Fleet, index: int, answer: Trajectory, routes: bool) -> 
     (reply,) = await client.generate(body, timeout=fleet.config.request_timeout, what=what)
     entries = reply["meta_info"].get("input_token_logprobs") or []
     wanted = answer.tokens[prompt:]
-    if [int(e[1]) for e in entries[1:]] != wanted.tolist():
-        raise EngineError(f"{client.url}: {what}: it returned {len(entries)} log-probs that are not of the {len(wanted)} tokens asked for")
+    found = np.array([e[1] for e in entries[1:]], dtype=np.int64)
+    # SGLang takes the last id of the vocabulary for a placeholder of images and names it 0; its log-prob is the right one.
+    named = np.where(wanted == fleet.facts.vocab_size - 1, 0, wanted)
+    if not np.array_equal(found, named):
+        raise EngineError(
+            f"{client.url}: {what}: it was asked for log-probs of tokens {wanted.tolist()} and returned those of {found.tolist()}"
+        )
     logp = np.array([e[0] for e in entries[1:]], dtype=np.float32)
     if not routes:
         return logp, None

@@ -1,4 +1,4 @@
-"""Checkpoints of two ranks under every layout, brought to every other; with optimizer state; and an export that waits in vain.
+"""Checkpoints of two ranks under every layout, brought to another; with optimizer state; and an export that waits in vain.
 
 Two workers, started once, observed by every test.
 """
@@ -32,8 +32,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "out" / "seen.json").read_text())
 
 
-@pytest.mark.parametrize("pair", [f"{a} > {b}" for a, b in itertools.permutations(LAYOUTS, 2)])
-def test_any_layout_becomes_any_other(seen: dict[str, Any], pair: str) -> None:
+@pytest.mark.parametrize("pair", [f"{a} > {b}" for a, b in itertools.pairwise([*LAYOUTS, LAYOUTS[0]])])
+def test_any_layout_becomes_another(seen: dict[str, Any], pair: str) -> None:
+    """Round a ring: a checkpoint says nothing of the layout it was written under, so what reads one of them reads all."""
     assert seen["weights"][pair] == []
 
 

@@ -86,7 +86,7 @@ def test_a_run_ends_with_everything_it_promises(folder: Path) -> None:
     # Every pair of routings is told of, and every row could be replayed. Without a single reward no update moves a score.
     assert all(0.8 < r[f"routing/{pair}exact"] <= 1 for r in rows for pair in ("", "replayed/", "moved/"))
     assert all(0.8 < r["routing/moved/gamma"] <= 1 and r["routing/unreplayable_share"] == 0 for r in rows)
-    assert (run / "report.html").stat().st_size > 100_000
+    assert "Mismatch of trainer and engine" in (run / "report.html").read_text()
     assert (run / "checkpoints/step_000002/state.json").is_file()
     model = AutoModelForCausalLM.from_pretrained(run / "hf")
     assert model.config.architectures == ["Qwen3MoeForCausalLM"]
@@ -127,6 +127,7 @@ def test_ctrl_c_ends_a_resumed_run_without_orphans(folder: Path) -> None:
     metrics = folder / "run/metrics.jsonl"
     try:
         wait_for(lambda: process.poll() is not None or '"step": 3' in metrics.read_text(), 200, "the resumed run took no step")
+        assert process.poll() is None, process.stdout.read()[-5000:]
         running = processes_of(folder)
         assert len(running) >= 4, "two ranks, and a server with its children"
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does

@@ -1,4 +1,4 @@
-"""Run by torchrun on two processes: checkpoints written under each layout, resharded to each other, with and without optimizer state.
+"""Run by torchrun on two processes: checkpoints written under each layout, resharded to another, with and without optimizer state.
 
 usage: reshard.py FOLDER OUT LAYOUTS TOUR       FOLDER is a Hugging Face folder, LAYOUTS and TOUR are JSON lists of "tensor=2 expert=2"
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import sys
@@ -63,14 +64,14 @@ def different(a: Path, b: Path) -> list[str]:
 
 
 def weights(folder: Path, out: Path, layouts: list[str]) -> dict[str, list[str]]:
-    """Every layout's checkpoint, resharded to every other; one of them exported."""
+    """Every layout's checkpoint, resharded to the next; one of them exported."""
     steps = {words: hf_to_mcore(str(folder), str(out / f"from {words}"), layout(words)) for words in layouts}
     seen = {}
-    for a, b in itertools.permutations(layouts, 2):
+    for a, b in itertools.pairwise([*layouts, layouts[0]]):
         made = reshard(str(steps[a]), str(out / f"{a} to {b}"), layout(b))
         if dist.get_rank() == 0:
             seen[f"{a} > {b}"] = different(steps[a], made)
-    back = mcore_to_hf(str(out / f"{layouts[1]} to {layouts[3]}"), str(out / "back"), str(folder), file_bytes=100_000)
+    back = mcore_to_hf(str(out / f"{layouts[1]} to {layouts[2]}"), str(out / "back"), str(folder), file_bytes=100_000)
     old, new = HfReader(folder), HfReader(back)
     seen["back"] = sorted(old.names() ^ new.names()) + [n for n in old.names() if not torch.equal(old.tensor(n), new.tensor(n))]
     seen["files"] = sorted(file.name for file in back.glob("*.safetensors"))
@@ -165,6 +166,8 @@ def main() -> None:
     seen["timeout"] = {"message": timeout(folder)}
     if dist.get_rank() == 0:
         (out / "seen.json").write_text(json.dumps(seen))
+    for child in multiprocessing.active_children():
+        child.kill()  # Megatron's checkpoint writers would hold our output open
     os._exit(0)  # after a time-out gloo cannot leave its groups
 
 
