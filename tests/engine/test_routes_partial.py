@@ -88,8 +88,8 @@ def interrupted(engine: Fleet, count: int, sampling: Sampling = LONG, resume_abo
             keep_aborted=keep,
             resume_aborted=resume_aborted,
         )
-        for _ in range(times):
-            while fleet.engines[0].in_flight < count and not answers.done():
+        for needed in [count] + [1] * (times - 1):  # some may be over before the next pause
+            while fleet.engines[0].in_flight < needed and not answers.done():
                 time.sleep(0.02)
             time.sleep(0.4)
             engine.command("/pause_generation", [{"mode": "abort"}], timeout=20).result()
@@ -131,21 +131,24 @@ def test_collecting_goes_on_with_what_was_cut_off(engine: Fleet) -> None:
 
 def test_an_answer_that_is_cut_off_again_and_again_ends_the_collection(engine: Fleet) -> None:
     with pytest.raises(EngineError, match="the server aborted it"):
-        interrupted(engine, 3, LONG, resume_aborted=1, times=2)
+        interrupted(engine, 6, LONG, resume_aborted=1, times=2)
 
 
-def sampled_across_an_update(engine: Fleet, mode: str) -> Trajectory:
-    """An answer during which servers paused in `mode` and went on as version 1 (of the same weights); version 0 is put back."""
+def sampled_across_an_update(engine: Fleet, mode: str, count: int = 6) -> list[Trajectory]:
+    """Answers during which servers paused in `mode` and went on as version 1 (of the same weights); version 0 is put back.
+
+    A random model ends an answer at one token in 512, so some are over before the pause.
+    """
     with Fleet.connect(engine.urls, engine.config, engine.model, routes=True) as fleet, ThreadPoolExecutor(1) as thread:
-        answers = thread.submit(collect, fleet, make_prompts(1, seed=43), samples=1, sampling=LONG, routes=True, version=None)
-        while fleet.engines[0].in_flight < 1 and not answers.done():
+        answers = thread.submit(collect, fleet, make_prompts(count, seed=43), samples=1, sampling=LONG, routes=True, version=None)
+        while fleet.engines[0].in_flight < count and not answers.done():
             time.sleep(0.02)
         time.sleep(0.4)
         try:
             engine.command("/pause_generation", [{"mode": mode}], timeout=20).result()
             engine.command("/update_weight_version", [{"new_version": "1", "abort_all_requests": False}], timeout=20).result()
             engine.command("/continue_generation", [{}], timeout=20).result()
-            return answers.result(60)[0]
+            return answers.result(60)
         finally:
             engine.command("/update_weight_version", [{"new_version": "0", "abort_all_requests": True}], timeout=20).result()
 
@@ -153,11 +156,11 @@ def sampled_across_an_update(engine: Fleet, mode: str) -> Trajectory:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_rows_of_another_version_than_their_token_are_marked(engine: Fleet, mode: str) -> None:
     """After a retraction all rows come from the version it went on with; an update in place leaves rows as they were."""
-    t = sampled_across_an_update(engine, mode)
-    labels = t.versions[1:]
-    assert set(labels[t.loss_mask[1:]].tolist()) == {0, 1}, "the update did not fall into the answer"
-    if mode == "in_place":
-        assert t.routes_valid is None
-    else:
-        assert t.routes_valid is not None
-        np.testing.assert_array_equal(t.routes_valid, labels == 1)
+    across = [t for t in sampled_across_an_update(engine, mode) if set(t.versions[t.loss_mask].tolist()) == {0, 1}]
+    assert across, "the update fell into no answer"
+    for t in across:
+        if mode == "in_place":
+            assert t.routes_valid is None
+        else:
+            assert t.routes_valid is not None
+            np.testing.assert_array_equal(t.routes_valid, t.versions[1:] == 1)
