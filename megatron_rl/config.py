@@ -15,13 +15,15 @@ from typing import Any, Literal
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-def _require(condition: bool, field_name: str, value: Any, remedy: str) -> None:
+def require(condition: bool, field_name: str, value: Any, remedy: str) -> None:
+    """Raises ValueError, naming field, value and remedy, unless the condition holds."""
     if not condition:
         raise ValueError(f"{field_name}: {value!r} {remedy}")
 
 
-def _positive(field_name: str, value: float) -> None:
-    _require(value > 0, field_name, value, "must be positive")
+def positive(field_name: str, value: float) -> None:
+    """`require` for what must be above 0."""
+    require(value > 0, field_name, value, "must be positive")
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class ModelConfig:
     """Positions whose [chunk, V / TP] logits exist at once."""
 
     def __post_init__(self) -> None:
-        _positive("model.logprob_chunk", self.logprob_chunk)
+        positive("model.logprob_chunk", self.logprob_chunk)
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,19 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "expert", "context"):
-            _require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "must be at least 1")
+            require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "must be at least 1")
         if self.expert_tensor is not None:
-            _require(self.expert_tensor >= 1, "parallel.expert_tensor", self.expert_tensor, "must be at least 1, or null")
+            require(self.expert_tensor >= 1, "parallel.expert_tensor", self.expert_tensor, "must be at least 1, or null")
             # Without expert parallelism Megatron reduces expert gradients as if they were dense: any other size is silently wrong.
-            _require(
+            require(
                 self.expert > 1 or self.expert_tensor == self.tensor,
                 "parallel.expert_tensor",
                 self.expert_tensor,
                 f"must equal parallel.tensor = {self.tensor} when parallel.expert is 1; set it to null",
             )
         if self.virtual_pipeline is not None:
-            _require(self.virtual_pipeline >= 2, "parallel.virtual_pipeline", self.virtual_pipeline, "must be at least 2, or null for none")
-            _require(self.pipeline >= 2, "parallel.virtual_pipeline", self.virtual_pipeline, "needs parallel.pipeline >= 2")
+            require(self.virtual_pipeline >= 2, "parallel.virtual_pipeline", self.virtual_pipeline, "must be at least 2, or null for none")
+            require(self.pipeline >= 2, "parallel.virtual_pipeline", self.virtual_pipeline, "needs parallel.pipeline >= 2")
 
     @property
     def expert_tensor_size(self) -> int:
@@ -86,7 +88,7 @@ class ParallelConfig:
 
     def check_world_size(self, world_size: int) -> None:
         """Raises ValueError unless the layout fits the number of ranks torchrun started."""
-        _require(
+        require(
             world_size % self.model_ranks == 0,
             "parallel",
             f"tensor {self.tensor} x pipeline {self.pipeline} x context {self.context}",
@@ -94,7 +96,7 @@ class ParallelConfig:
             f"{self.model_ranks}",
         )
         expert_ranks = self.expert * self.expert_tensor_size * self.pipeline
-        _require(
+        require(
             world_size % expert_ranks == 0,
             "parallel.expert",
             self.expert,
@@ -126,11 +128,11 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 switches clipping off."""
 
     def __post_init__(self) -> None:
-        _positive("optimizer.lr", self.lr)
-        _require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"must be between 0 and lr = {self.lr}")
-        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "must not be negative")
+        positive("optimizer.lr", self.lr)
+        require(0 <= self.min_lr <= self.lr, "optimizer.min_lr", self.min_lr, f"must be between 0 and lr = {self.lr}")
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "must not be negative")
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "must be in [0, 1)")
+            require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "must be in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -188,30 +190,30 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "samples_per_prompt", "prompts_per_step", "max_running_requests", "tensor"):
-            _positive(f"rollout.{name}", getattr(self, name))
-        _require(self.resume_aborted >= 0, "rollout.resume_aborted", self.resume_aborted, "must not be negative; 0 ends the run at once")
-        _positive("rollout.temperature", self.temperature)
-        _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must be in (0, 1]")
-        _require(self.top_k == -1 or self.top_k >= 2, "rollout.top_k", self.top_k, "must be at least 2 (1 is greedy), or -1 for none")
-        _require(0 <= self.min_p < 1, "rollout.min_p", self.min_p, "must be in [0, 1); 0 for none")
-        _require(self.keep_sets >= 0, "rollout.keep_sets", self.keep_sets, "must not be negative; 0 for untruncated sampling")
-        _require(
+            positive(f"rollout.{name}", getattr(self, name))
+        require(self.resume_aborted >= 0, "rollout.resume_aborted", self.resume_aborted, "must not be negative; 0 ends the run at once")
+        positive("rollout.temperature", self.temperature)
+        require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must be in (0, 1]")
+        require(self.top_k == -1 or self.top_k >= 2, "rollout.top_k", self.top_k, "must be at least 2 (1 is greedy), or -1 for none")
+        require(0 <= self.min_p < 1, "rollout.min_p", self.min_p, "must be in [0, 1); 0 for none")
+        require(self.keep_sets >= 0, "rollout.keep_sets", self.keep_sets, "must not be negative; 0 for untruncated sampling")
+        require(
             not self.truncates or self.keep_sets > 0,
             "rollout.keep_sets",
             self.keep_sets,
             f"must be positive: top_p {self.top_p}, top_k {self.top_k}, min_p {self.min_p} truncate the sampling distribution, but SGLang "
             "returns log-probs of the whole one, so every ratio would be biased; set it to top_k, or to the most that top_p or min_p leave",
         )
-        _require(
+        require(
             self.truncates or self.keep_sets == 0,
             "rollout.keep_sets",
             self.keep_sets,
             "has no use: top_p, top_k and min_p leave everything",
         )
         for url in self.urls:
-            _require(url.startswith(("http://", "https://")), "rollout.urls", url, "must start with http:// or https://")
+            require(url.startswith(("http://", "https://")), "rollout.urls", url, "must start with http:// or https://")
         if not self.urls:
-            _require(self.launch >= 1, "rollout.launch", self.launch, "must be at least 1 when rollout.urls is empty")
+            require(self.launch >= 1, "rollout.launch", self.launch, "must be at least 1 when rollout.urls is empty")
 
     @property
     def truncates(self) -> bool:
@@ -271,8 +273,8 @@ class CriticConfig:
     """For square: how far a value may move from the one at the start of the step before the error stops pulling; null for no clip."""
 
     def __post_init__(self) -> None:
-        _require(self.warmup_steps >= 0, "critic.warmup_steps", self.warmup_steps, "must not be negative")
-        _require(self.clip is None or self.clip > 0, "critic.clip", self.clip, "must be positive, or null for no clip")
+        require(self.warmup_steps >= 0, "critic.warmup_steps", self.warmup_steps, "must not be negative")
+        require(self.clip is None or self.clip > 0, "critic.clip", self.clip, "must be positive, or null for no clip")
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,7 @@ class ReplayConfig:
     """Steps between probes, which score a few answers live, too, so that the log shows what replay removes (docs/routing.md); 0: never."""
 
     def __post_init__(self) -> None:
-        _require(self.probe_every >= 0, "replay.probe_every", self.probe_every, "must not be negative; 0 switches probes off")
+        require(self.probe_every >= 0, "replay.probe_every", self.probe_every, "must not be negative; 0 switches probes off")
 
 
 @dataclass(frozen=True)
@@ -312,8 +314,8 @@ class SyncConfig:
     """Seconds one update may take."""
 
     def __post_init__(self) -> None:
-        _positive("sync.bucket_mb", self.bucket_mb)
-        _positive("sync.timeout", self.timeout)
+        positive("sync.bucket_mb", self.bucket_mb)
+        positive("sync.timeout", self.timeout)
 
 
 @dataclass(frozen=True)
@@ -343,12 +345,12 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name in ("size", "eval_size", "max_prompt_tokens"):
-            _positive(f"data.{name}", getattr(self, name))
+            positive(f"data.{name}", getattr(self, name))
         if self.source == "jsonl":
-            _require(self.path is not None, "data.path", self.path, "must name a .jsonl file when data.source is jsonl")
+            require(self.path is not None, "data.path", self.path, "must name a .jsonl file when data.source is jsonl")
         for name in ("path", "eval_path"):
             value = getattr(self, name)
-            _require(value is None or Path(value).is_file(), f"data.{name}", value, "is not a file; check the path")
+            require(value is None or Path(value).is_file(), f"data.{name}", value, "is not a file; check the path")
 
 
 @dataclass(frozen=True)
@@ -391,8 +393,8 @@ class CheckpointConfig:
     """Also write the final weights in Hugging Face format, to <logging.dir>/hf."""
 
     def __post_init__(self) -> None:
-        _require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 saves only at the end")
-        _require(self.keep >= 1, "checkpoint.keep", self.keep, "must be at least 1")
+        require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 saves only at the end")
+        require(self.keep >= 1, "checkpoint.keep", self.keep, "must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -405,7 +407,7 @@ class RecordConfig:
     """Disk it may take, in 10^9 bytes over all data-parallel leaders. Beyond it the oldest steps go."""
 
     def __post_init__(self) -> None:
-        _positive("record.max_gb", self.max_gb)
+        positive("record.max_gb", self.max_gb)
 
 
 @dataclass(frozen=True)
@@ -431,9 +433,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "mini_batches", "batch_size"):
-            _positive(f"train.{name}", getattr(self, name))
-        _require(self.tokens_per_micro_batch >= 8, "train.tokens_per_micro_batch", self.tokens_per_micro_batch, "must be at least 8")
-        _require(self.threads >= 0, "train.threads", self.threads, "must not be negative; 0 leaves torch's default")
+            positive(f"train.{name}", getattr(self, name))
+        require(self.tokens_per_micro_batch >= 8, "train.tokens_per_micro_batch", self.tokens_per_micro_batch, "must be at least 8")
+        require(self.threads >= 0, "train.threads", self.threads, "must not be negative; 0 leaves torch's default")
 
 
 @dataclass(frozen=True)
@@ -463,13 +465,13 @@ class Config:
 
     def __post_init__(self) -> None:
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
-        _require(
+        require(
             longest <= self.train.tokens_per_micro_batch,
             "train.tokens_per_micro_batch",
             self.train.tokens_per_micro_batch,
             f"cannot hold one answer: data.max_prompt_tokens + rollout.max_new_tokens = {longest}; raise it or lower those",
         )
-        _require(
+        require(
             self.replay.mode != "R2" or self.train.old_policy == "recomputed",
             "train.old_policy",
             self.train.old_policy,
@@ -503,9 +505,9 @@ def read_model_facts(path: str) -> ModelFacts:
         ValueError: the folder, the file or a field is missing.
     """
     folder = Path(path)
-    _require(bool(path) and folder.is_dir(), "model.path", path, "is not a folder; give one with a Hugging Face checkpoint")
+    require(bool(path) and folder.is_dir(), "model.path", path, "is not a folder; give one with a Hugging Face checkpoint")
     file = folder / "config.json"
-    _require(file.is_file(), "model.path", path, "has no config.json; give a folder in Hugging Face format")
+    require(file.is_file(), "model.path", path, "has no config.json; give a folder in Hugging Face format")
     raw = json.loads(file.read_text())
     try:
         return ModelFacts(
@@ -524,25 +526,25 @@ def read_model_facts(path: str) -> ModelFacts:
 def check_against_model(config: Config, facts: ModelFacts) -> None:
     """Raises ValueError where the layout or the lengths cannot work for this model."""
     p = config.parallel
-    _require(facts.heads % p.tensor == 0, "parallel.tensor", p.tensor, f"must divide the model's {facts.heads} attention heads")
-    _require(facts.kv_heads % p.tensor == 0, "parallel.tensor", p.tensor, f"must divide the model's {facts.kv_heads} key-value heads")
+    require(facts.heads % p.tensor == 0, "parallel.tensor", p.tensor, f"must divide the model's {facts.heads} attention heads")
+    require(facts.kv_heads % p.tensor == 0, "parallel.tensor", p.tensor, f"must divide the model's {facts.kv_heads} key-value heads")
     stages = p.pipeline * (p.virtual_pipeline or 1)
     name = "parallel.pipeline" if stages == p.pipeline else "parallel.pipeline x parallel.virtual_pipeline"
-    _require(facts.layers % stages == 0, name, stages, f"must divide the model's {facts.layers} layers")
+    require(facts.layers % stages == 0, name, stages, f"must divide the model's {facts.layers} layers")
     if facts.is_moe:
-        _require(facts.experts % p.expert == 0, "parallel.expert", p.expert, f"must divide the model's {facts.experts} experts")
+        require(facts.experts % p.expert == 0, "parallel.expert", p.expert, f"must divide the model's {facts.experts} experts")
     else:
-        _require(p.expert == 1, "parallel.expert", p.expert, "must be 1: the model is dense")
-        _require(config.replay.mode == "none", "replay.mode", config.replay.mode, "must be none: the model is dense and routes nothing")
+        require(p.expert == 1, "parallel.expert", p.expert, "must be 1: the model is dense")
+        require(config.replay.mode == "none", "replay.mode", config.replay.mode, "must be none: the model is dense and routes nothing")
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    _require(
+    require(
         longest <= facts.max_positions,
         "data.max_prompt_tokens + rollout.max_new_tokens",
         longest,
         f"exceeds the model's {facts.max_positions} positions",
     )
     unit = 2 * p.context * p.tensor if p.context > 1 else p.tensor
-    _require(
+    require(
         config.train.tokens_per_micro_batch % unit == 0,
         "train.tokens_per_micro_batch",
         config.train.tokens_per_micro_batch,

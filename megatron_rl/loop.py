@@ -13,9 +13,10 @@ from .config import Config
 from .data.prompts import load_tokenizer
 from .data.supervised import load_supervised
 from .experience import gather_groups, hand_out_mini_batches, record_batch, reduce_on_leaders, take_advantages
+from .files import write_json
 from .opening import open_run
 from .probe import probe, probe_again
-from .run import Run, run_averages, write_json
+from .run import Run, run_averages
 from .source import Offline
 from .stages import (
     evaluate_policy,

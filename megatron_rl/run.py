@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pickle
 import shutil
 from dataclasses import dataclass, field
@@ -181,13 +180,6 @@ class Run:
 
 BUFFER = "popo_buffer"
 """Name of the files in a checkpoint that hold POPO's stored groups, one a data-parallel leader."""
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes value, readable by people, whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.replace(path)
 
 
 AVERAGES = {

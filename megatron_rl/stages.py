@@ -17,12 +17,13 @@ from .actor.metrics import Metrics, reduce
 from .actor.optimizer import learning_rate
 from .data.packing import pack
 from .experience import draw, hand_out_batch, record_scores, sample
+from .files import write_json
 from .methods import length_lr, mipu, vcpo
 from .methods.objective import Denominators
 from .methods.value_loss import explained_variance
 from .rewards.verifiers import score_all
 from .rollout.collector import collect
-from .run import SCORING, Run, write_json
+from .run import SCORING, Run
 from .types import Batch, PackedBatch, Prompt, Trajectory, as_metric
 
 

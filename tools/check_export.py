@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_rl.config import ModelConfig, RolloutConfig
-from megatron_rl.run import write_json
+from megatron_rl.files import write_json
 from megatron_rl.types import Prompt
 
 Answers = list[list[int]]

@@ -29,9 +29,9 @@ from transformers.utils import logging
 from megatron_rl.config import ModelConfig, RolloutConfig
 from megatron_rl.convert.activations import TEXTS
 from megatron_rl.convert.inspection import compare, describe
+from megatron_rl.files import write_json
 from megatron_rl.rollout.collector import Sampling, collect
 from megatron_rl.rollout.fleet import Fleet
-from megatron_rl.run import write_json
 from megatron_rl.types import Prompt
 
 QUESTIONS = (

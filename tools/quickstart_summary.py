@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.run import write_json
+from megatron_rl.files import write_json
 from megatron_rl.telemetry.report import write_report
 
 

@@ -167,7 +167,7 @@ class Actor(MegatronModel):
         router_scores: bool = False,
         router_margins: bool = False,
         observe: bool = False,
-        compare_with: Sequence[RouterScores] = (),
+        compare_with: Sequence[RouterScores] | None = None,
     ) -> Scored:
         """Log-probs of every label under the current weights, without gradient.
 
@@ -177,7 +177,7 @@ class Actor(MegatronModel):
             router_scores: also the routers' log-scores of the experts they chose.
             router_margins: also by how much they preferred those.
             observe: with replay, also how what routers would choose agrees with the given routes; "observe" does so anyway.
-            compare_with: also how far routers' scores are from these of an earlier pass (`Scored.shift`).
+            compare_with: also how far routers' scores are from these of an earlier pass (`Scored.shift`); on all ranks or on none.
         """
         observed = batches if observe or routing == "observe" else ()
         stats, session = self.score_each(
@@ -187,7 +187,7 @@ class Actor(MegatronModel):
             keep_scores=router_scores,
             keep_margins=router_margins,
             real_rows=[self.own_rows(b) for b in observed],
-            compare_with=compare_with,
+            compare_with=compare_with or (),
         )
         layers = self.replay.layer_numbers
 
@@ -202,7 +202,7 @@ class Actor(MegatronModel):
             [self.join(session.differing.get(i), b, torch.int32) for i, b in enumerate(observed)],
             [self.join(session.first.get(i), b, torch.int32, dist.ReduceOp.MIN, NEVER) for i, b in enumerate(observed)],
             {self.place.layers[layers.index(n)]: counts for n, counts in session.agreement.items()},
-            self._shifts(batches, session) if compare_with else [],
+            self._shifts(batches, session) if compare_with is not None else [],  # collective, on a stage that routes nothing, too
         )
 
     def router_shift(self, batches: Sequence[PackedBatch], routing: Mode) -> list[Tensor]:

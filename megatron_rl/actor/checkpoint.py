@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from ..files import write_json
 from .base import MegatronModel
 from .optimizer import parts
 from .parallel import Mesh
@@ -99,9 +99,7 @@ def save(
 def write_state(folder: Path, state: TrainState, hf: Mapping[str, Any]) -> None:
     """Makes a checkpoint whole; with the model's config.json, so that tools need nothing else to read it."""
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-    partial = folder / (STATE + ".partial")
-    partial.write_text(json.dumps(dataclasses.asdict(state), indent=1))
-    os.replace(partial, folder / STATE)
+    write_json(folder / STATE, dataclasses.asdict(state))
 
 
 def _model_folder(folder: Path, name: str) -> Path:

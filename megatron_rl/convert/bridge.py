@@ -106,13 +106,7 @@ def _export(exchange: _Exchange, family: Family, shape: ModelShape, bucket_bytes
 
 def _fuse(weights: Iterator[Named], family: Family, shape: ModelShape) -> Iterator[Named]:
     """Stacks what the family's checkpoints hold for all experts of a layer together."""
-    whole = {
-        fused.parts[0].format(layer=layer, expert=expert): fused.name.format(layer=layer)
-        for fused in family.fused_experts
-        if fused.written
-        for layer in range(shape.layers)
-        for expert in range(shape.experts)
-    }
+    whole = family.written_together(shape)
     waiting: dict[str, list[Tensor | None]] = {}
     for name, tensor in weights:
         if name not in whole:

@@ -124,6 +124,16 @@ class Family:
         """Whether its models route."""
         return self.routed is not None
 
+    def written_together(self, shape: ModelShape) -> dict[str, str]:
+        """Of each tensor of one expert that its checkpoints hold for all experts of a layer in one: that one's name."""
+        return {
+            fused.parts[0].format(layer=layer, expert=expert): fused.name.format(layer=layer)
+            for fused in self.fused_experts
+            if fused.written
+            for layer in range(shape.layers)
+            for expert in range(shape.experts)
+        }
+
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of config.json under their canonical names, checked.
 

@@ -21,8 +21,9 @@ from .hf import SHARD_BYTES, shard_file
 from .layouts import ModelShape, Shape, raw
 from .partial import whole_file
 from .progress import Progress
+from .safetensors_file import DTYPES
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """As safetensors calls them."""
 
 
@@ -42,13 +43,7 @@ class Unit:
 
 def units(family: Family, shape: ModelShape, dtype: torch.dtype) -> Iterator[Unit]:
     """Everything that the model's checkpoint holds: experts one by one, or together where the family's own checkpoints have them so."""
-    together = {
-        fused.parts[0].format(layer=layer, expert=expert): fused.name.format(layer=layer)
-        for fused in family.fused_experts
-        if fused.written
-        for layer in range(shape.layers)
-        for expert in range(shape.experts)
-    }
+    together = family.written_together(shape)
     waiting: dict[str, list[Slot]] = {}
     for slot in family.slots(shape):
         kept = slot.mapping.dtype or dtype
@@ -83,7 +78,7 @@ class Shard:
         for unit in self.units:
             for name, shape in unit.tensors:
                 size = math.prod(shape) * unit.dtype.itemsize
-                table[name] = {"dtype": DTYPES[unit.dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+                table[name] = {"dtype": DTYPE_NAMES[unit.dtype], "shape": list(shape), "data_offsets": [at, at + size]}
                 at += size
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

@@ -64,6 +64,13 @@ class McoreReader:
         """As it is stored."""
         return self._tensors[key].properties.dtype
 
+    def check(self, key: str, whole: Shape, *, padded: bool) -> None:
+        """Raises ValueError unless there is a tensor `key` of that shape; of any where it is `padded`, as Megatron pads the vocabulary."""
+        if key not in self._tensors:
+            raise ValueError(f"{self.folder}: tensor {key} is missing; config.json is of another model, or the checkpoint is damaged")
+        if self.size(key) != whole and not padded:
+            raise ValueError(f"{self.folder}: tensor {key} has shape {self.size(key)}, but config.json makes it {whole}")
+
     def pieces(self, key: str) -> int:
         """How many rectangles it is stored in."""
         return len(self._chunks[key])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .family import Slot
 from .mcore_reader import McoreReader
-from .skeleton import Skeleton, within
+from .skeleton import Skeleton, stored_size, within
 
 _MODEL = ("embedding.", "decoder.", "output_layer.")
 """How the keys of a model's own tensors begin; an optimizer's and a random state's do not."""
@@ -28,13 +28,7 @@ class McoreWeights:
         self._reader, self._skeleton, self._parts = reader, skeleton, skeleton.parts()
         wanted = {part.key: part for parts in self._parts.values() for part in parts}
         for key, part in wanted.items():
-            if key not in reader.keys():  # noqa: SIM118 (no mapping)
-                raise ValueError(f"{reader.folder}: tensor {key} is missing; config.json is of another model, or the checkpoint is damaged")
-            # Megatron pads the vocabulary to what its layout divides.
-            if reader.size(key) != tuple(part.global_shape) and not part.allow_shape_mismatch:
-                raise ValueError(
-                    f"{reader.folder}: tensor {key} has shape {reader.size(key)}, but config.json makes it {tuple(part.global_shape)}"
-                )
+            reader.check(key, tuple(part.global_shape), padded=part.allow_shape_mismatch)
         for key in sorted(reader.keys() - wanted.keys()):
             if key.startswith(_MODEL):
                 raise ValueError(f"{reader.folder}: tensor {key} does not belong to a {skeleton.family.name} model of this config.json")
@@ -49,6 +43,6 @@ class McoreWeights:
         # Rows of a vocabulary that another layout padded less stay as they are: what pads is left out in the end.
         full = torch.empty(self._skeleton.parameters[slot.key].shape, dtype=self.dtype(slot))
         for part in parts:
-            rectangle = within(full.view(-1), part).view((1,) * part.prepend_axis_num + tuple(part.local_shape))
+            rectangle = within(full.view(-1), part).view(stored_size(part))
             self._reader.read(part.key, tuple(part.global_offset), rectangle)
         return slot.mapping.layout.hf_from_full(full, self._skeleton.shape)

@@ -33,6 +33,7 @@ from .layouts import Shape
 from .mcore_reader import INDEX
 from .partial import JOURNAL, whole_file, write_json
 from .progress import Progress
+from .skeleton import stored_size
 
 FILE_BYTES = 1 << 30
 
@@ -115,12 +116,7 @@ class StreamedSave(SaveShardedStrategy):
         return [_entry(part, name, *stretch) for part, stretch in zip(parts, stretches, strict=True)]
 
     def _content(self, part: Any) -> Any:
-        return [part.data] if isinstance(part, ShardedObject) else self._value(part).view(_size(part))
-
-
-def _size(part: ShardedTensor) -> Shape:
-    """As it is stored: with an axis of one for each axis (layers, experts) that the whole tensor has more than the parameter."""
-    return (1,) * part.prepend_axis_num + tuple(part.local_shape)
+        return [part.data] if isinstance(part, ShardedObject) else self._value(part).view(stored_size(part))
 
 
 def _bytes(part: Any) -> int:
@@ -145,7 +141,7 @@ def _groups(parts: Iterable[Any], limit: int) -> Iterator[list[Any]]:
 def _entry(part: Any, file: str, start: int, length: int) -> Written:
     if isinstance(part, ShardedObject):
         return Written(part.unique_key, None, (), (), None, file, start, length)
-    return Written(part.key, tuple(part.global_offset), _size(part), tuple(part.global_shape), part.dtype, file, start, length)
+    return Written(part.key, tuple(part.global_offset), stored_size(part), tuple(part.global_shape), part.dtype, file, start, length)
 
 
 def _index(entries: Iterable[Written]) -> Metadata:

@@ -27,7 +27,7 @@ from .hf import read_config
 from .mcore_reader import McoreReader
 from .partial import appearing, source_files
 from .session import conversion_config, model_folder, newest, processes
-from .skeleton import Skeleton
+from .skeleton import Skeleton, stored_size
 
 log = logging.getLogger(__name__)
 
@@ -103,17 +103,10 @@ class _Rectangles:
         self._reader = reader
 
     def __call__(self, part: ShardedTensor) -> Tensor:
-        reader, size = self._reader, (1,) * part.prepend_axis_num + tuple(part.local_shape)
-        if part.key not in reader.keys():  # noqa: SIM118 (no mapping)
-            raise ValueError(
-                f"{reader.folder}: tensor {part.key} is missing; config.json is of another model, or the checkpoint is damaged"
-            )
-        if reader.size(part.key) != tuple(part.global_shape) and not part.allow_shape_mismatch:
-            raise ValueError(
-                f"{reader.folder}: tensor {part.key} has shape {reader.size(part.key)}, but config.json makes it {tuple(part.global_shape)}"
-            )
+        reader = self._reader
+        reader.check(part.key, tuple(part.global_shape), padded=part.allow_shape_mismatch)
         # Rows of a vocabulary that the old layout padded less stay zero.
-        made = torch.zeros(size, dtype=reader.dtype(part.key))
+        made = torch.zeros(stored_size(part), dtype=reader.dtype(part.key))
         reader.read(part.key, tuple(part.global_offset), made)
         return made.view(part.local_shape)
 

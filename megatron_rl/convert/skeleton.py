@@ -16,6 +16,7 @@ from ..actor.parallel import Mesh
 from ..config import Config
 from .families import family_for
 from .family import Slot
+from .layouts import Shape
 from .live import Key, held_parameters, live_shape
 
 
@@ -65,6 +66,11 @@ class Skeleton:
             if isinstance(part, ShardedTensor) and (slot := self.slot(part)) is not None:
                 found.setdefault(slot.key, []).append(part)
         return found
+
+
+def stored_size(part: ShardedTensor) -> Shape:
+    """As a checkpoint has it: with an axis of one for each axis (layers, experts) that the whole tensor has more than the parameter."""
+    return (1,) * part.prepend_axis_num + tuple(part.local_shape)
 
 
 def within(flat: Tensor, part: ShardedTensor) -> Tensor:

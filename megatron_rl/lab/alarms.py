@@ -66,6 +66,11 @@ def column(rows: Sequence[Row], name: str) -> list[float]:
     return [row[name] for row in rows if name in row and math.isfinite(row[name])]
 
 
+def matching(rows: Sequence[Row], parts: Sequence[str]) -> list[str]:
+    """Names of methods' metrics that hold one of the parts after the slash."""
+    return [name for name in dict.fromkeys(name for row in rows for name in row) if any(part in name.partition("/")[2] for part in parts)]
+
+
 def _not_finite(rows: Sequence[Row]) -> list[Alarm]:
     """Metrics whose newest values are not finite, with the step at which that began."""
     found = []
@@ -119,8 +124,8 @@ def _trend(rule: Rule, values: Sequence[float]) -> str:
 
 def _acceptance(rows: Sequence[Row]) -> list[Alarm]:
     found = []
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values = column(rows, name)[-RECENT:] if any(part in name.partition("/")[2] for part in KEPT_PARTS) else []
+    for name in matching(rows, KEPT_PARTS):
+        values = column(rows, name)[-RECENT:]
         if values and median(values) < LEAST_KEPT:
             found.append(Alarm(f"kept: {name}", f"little is left to train on: {name} is {percent(median(values))}"))
     return found

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .records import Condition, Sampled
+from .records import Condition, Sampled, otherwise
 
 Part = Literal["routing", "staleness", "numerics"]
 Floats = NDArray[np.float64]
@@ -93,7 +93,7 @@ def shares(attribution: Attribution) -> dict[str, Any]:
         "order": list(attribution.order),
         "mean": {k: float(x.mean()) for k, x in attribution.parts.items()},
         "std": {k: float(x.std()) for k, x in attribution.parts.items()},
-        "variance_share": {k: _share(float(((x - x.mean()) * (d - d.mean())).mean()), variance) for k, x in attribution.parts.items()},
+        "variance_share": {k: _share(_cov(x, d), variance) for k, x in attribution.parts.items()},
         "tail_share": {k: _share(float((x[tail] * sign).sum()), mass) for k, x in attribution.parts.items()},
         "tail_tokens": count,
     }
@@ -140,7 +140,7 @@ def _within(sample: Sampled, name: str, whole: Attribution) -> dict[str, dict[st
                 values[piece] = log_ratio(sample, names[0]) - log_ratio(sample, names[1])
         if values:
             values["rest"] = whole.parts[part] - sum(values.values(), np.zeros_like(d))
-            out[part] = {k: _share(float(((x - x.mean()) * (d - d.mean())).mean()), variance) for k, x in values.items()}
+            out[part] = {k: _share(_cov(x, d), variance) for k, x in values.items()}
     return out
 
 
@@ -152,7 +152,7 @@ def flips(sample: Sampled, name: str) -> NDArray[np.bool_] | None:
     given, used = sample.batch.routes_TLK, sample.rescored[name].routes_TLK
     if given is None or used is None:
         return None
-    return (np.sort(given, axis=-1) != np.sort(used, axis=-1)).any(axis=-1)
+    return otherwise(given, used)
 
 
 def by_layer(sample: Sampled, name: str) -> list[dict[str, Any]]:

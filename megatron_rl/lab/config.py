@@ -20,8 +20,8 @@ from ..config import (
     RewardConfig,
     RolloutConfig,
     TrainConfig,
-    _positive,
-    _require,
+    positive,
+    require,
 )
 
 Quantisation = Literal["int8", "fp8"]
@@ -40,7 +40,7 @@ class LabModelConfig:
     """With path null: sizes of the tiny model, by the fields of `megatron_rl.lab.tiny.TinyModel`."""
 
     def __post_init__(self) -> None:
-        _require(self.path is None or not self.tiny, "model.tiny", dict(self.tiny), "has no use where model.path is given; remove one")
+        require(self.path is None or not self.tiny, "model.tiny", dict(self.tiny), "has no use where model.path is given; remove one")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class EngineConfig:
     """Most tokens that truncated sampling leaves at one position; the trainer normalises over the same ones."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.name) and "/" not in self.name, "engines: name", self.name, "must be some text without a slash")
+        require(bool(self.name) and "/" not in self.name, "engines: name", self.name, "must be some text without a slash")
         self.over(RolloutConfig())  # its own checks
 
     def over(self, rollout: RolloutConfig) -> RolloutConfig:
@@ -96,9 +96,9 @@ class GridConfig:
     def __post_init__(self) -> None:
         for name in ("dtypes", "replay"):
             value = getattr(self, name)
-            _require(len(value) > 0 and len(set(value)) == len(value), f"grid.{name}", value, "must name at least one, and none twice")
-        _require(self.layers >= 0, "grid.layers", self.layers, "must not be negative; 0 for no replay of single layers")
-        _require(self.candidates >= 0, "grid.candidates", self.candidates, "must not be negative")
+            require(len(value) > 0 and len(set(value)) == len(value), f"grid.{name}", value, "must name at least one, and none twice")
+        require(self.layers >= 0, "grid.layers", self.layers, "must not be negative; 0 for no replay of single layers")
+        require(self.candidates >= 0, "grid.candidates", self.candidates, "must not be negative")
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,14 @@ class LagConfig:
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in zip((0, *self.lags), self.lags, strict=False))
-        _require(ascending, "lag.lags", self.lags, "must be positive and ascending")
-        _positive("lag.noise", self.noise)
+        require(ascending, "lag.lags", self.lags, "must be positive and ascending")
+        positive("lag.noise", self.noise)
         if self.source == "folders":
-            _require(
+            require(
                 len(self.folders) == len(self.lags), "lag.folders", self.folders, f"must name one folder for each of lags = {self.lags}"
             )
         else:
-            _require(not self.folders, "lag.folders", self.folders, "is for lag.source folders; set that, or remove them")
+            require(not self.folders, "lag.folders", self.folders, "is for lag.source folders; set that, or remove them")
 
 
 @dataclass(frozen=True)
@@ -160,15 +160,15 @@ class LabConfig:
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.engines]
-        _require(len(set(names)) == len(names), "engines", names, "must each have a name of their own")
+        require(len(set(names)) == len(names), "engines", names, "must each have a name of their own")
         dtypes = sorted({one.dtype for one in self.settings})
-        _require(
+        require(
             not self.rollout.urls or (len(self.rollout.urls) == 1 and len(dtypes) == 1),
             "rollout.urls",
             self.rollout.urls,
             f"must be one server, of the one dtype of all engines; they have {', '.join(dtypes)}: leave it empty to start one for each",
         )
-        _require(self.rollout.launch == 1, "rollout.launch", self.rollout.launch, "must be 1: engines are measured one after another")
+        require(self.rollout.launch == 1, "rollout.launch", self.rollout.launch, "must be 1: engines are measured one after another")
         self.training(self.main, self.grid.dtypes[0], self.parallel, "model")
 
     @property

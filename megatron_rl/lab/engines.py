@@ -19,7 +19,7 @@ from ..rollout.routes import decode_routes
 from ..sync.control import check_versions, flush
 from ..types import Prompt, Trajectory
 from .config import EngineConfig, LabConfig
-from .records import Statistics
+from .records import Statistics, otherwise
 from .summary import statistics
 from .versions import derive, quantisation
 
@@ -119,7 +119,7 @@ def _compare(a: Sequence[Scores], b: Sequence[Scores]) -> Statistics:
     found = statistics(np.concatenate([x[0].astype(np.float64) - y[0] for x, y in zip(a, b, strict=True)]))
     pairs = [(x[1], y[1]) for x, y in zip(a, b, strict=True) if x[1] is not None and y[1] is not None]
     if pairs:
-        differs = [(np.sort(x, axis=-1) != np.sort(y, axis=-1)).any(axis=(1, 2)) for x, y in pairs]
+        differs = [otherwise(x, y).any(axis=1) for x, y in pairs]
         found["route_mismatch_share"] = float(np.concatenate(differs).mean())
     return found
 

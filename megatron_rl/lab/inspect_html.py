@@ -6,6 +6,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..files import write_whole
 from ..page.figure import NEUTRAL, Axis, Card, Column, Figure, Page, Section, Series, Table
 from ..page.html import render
 from ..page.numbers import number
@@ -22,9 +23,7 @@ def write_html(reading: Reading, file: Path) -> Path:
     # The page's own sections hold figures and tables; the text stands before them, under the same style sheet.
     page = page.replace("</style>", STYLE.read_text(encoding="utf-8") + "</style>", 1).replace("</nav>", "</nav>" + _text(reading), 1)
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(file)
+    write_whole(file, page)
     return file
 
 

@@ -15,21 +15,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..actor.parallel import Mesh, create_mesh, destroy_mesh, launch_context, prepare_process
 from ..config import ModelFacts, check_against_model, read_model_facts
 from ..data.prompts import PromptSource, load_tokenizer
+from ..files import write_json
 from ..methods.registry import build
 from ..rewards.verifiers import build as build_verifier
 from ..rewards.verifiers import score_all
-from ..run import write_json
 from .batch import advantages, token_batch
 from .conditions import Pass, conditions, passes
 from .config import SHORT, EngineConfig, LabConfig, layout_name
 from .engines import quantised_folder, sample
-from .records import Condition, EngineSetting, Measurement, Rescored, Sampled, Statistics
+from .records import Condition, EngineSetting, Measurement, Rescored, Sampled, Statistics, otherwise
 from .scoring import Answers, Scorer
 from .summary import statistics, summarise
 from .updates import optimizer_steps
@@ -196,8 +195,7 @@ def trainer_floor(scorer: Scorer, answers: Answers, found: dict[str, Rescored]) 
             again = scorer.score(answers, first.condition, feed, other=other)
             values = statistics((again.logp_T.astype("float64") - first.logp_T)[batch.mask_T])
             if first.routes_TLK is not None and again.routes_TLK is not None:
-                differs = np.sort(first.routes_TLK, axis=-1) != np.sort(again.routes_TLK, axis=-1)
-                values["route_mismatch_share"] = float(differs.any(axis=(1, 2)).mean())
+                values["route_mismatch_share"] = float(otherwise(first.routes_TLK, again.routes_TLK).any(axis=1).mean())
             out[f"trainer {what}, {first.condition.name}"] = values
     return out
 

@@ -21,6 +21,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import require
+from ..files import write_json, write_whole
+
 FORMAT = 1
 """Of measurement.json; a file of another format is refused."""
 JSON_NAME = "measurement.json"
@@ -28,11 +31,6 @@ JSON_NAME = "measurement.json"
 Replay = Literal["none", "R2", "R3"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Statistics = dict[str, float]
-
-
-def _require(condition: bool, name: str, value: Any, remedy: str) -> None:
-    if not condition:
-        raise ValueError(f"{name}: {value!r} {remedy}")
 
 
 @dataclass(frozen=True)
@@ -62,15 +60,15 @@ class TokenBatch:
 
     def __post_init__(self) -> None:
         t, s = len(self.label_T), len(self.first_S)
-        _require(s > 0 and t > 0, "trajectories", s, "are none; a measurement needs at least one")
+        require(s > 0 and t > 0, "trajectories", s, "are none; a measurement needs at least one")
         for name, length in _lengths(self, t, s).items():
-            _require(
+            require(
                 len(getattr(self, name)) == length, name, len(getattr(self, name)), f"values where {length} belong; is the file damaged?"
             )
         ends = self.offsets_S
         whole = ends[0] == 0 and ends[-1] == t and bool((np.diff(ends) > 0).all())
-        _require(whole, "offsets_S", ends.tolist()[:8], f"do not divide {t} positions into trajectories; is the file damaged?")
-        _require(bool(np.isfinite(self.mu_T).all()), "mu_T", "not finite", "somewhere; the engine's weights may hold NaN")
+        require(whole, "offsets_S", ends.tolist()[:8], f"do not divide {t} positions into trajectories; is the file damaged?")
+        require(bool(np.isfinite(self.mu_T).all()), "mu_T", "not finite", "somewhere; the engine's weights may hold NaN")
 
     @property
     def trajectories(self) -> int:
@@ -97,6 +95,12 @@ class TokenBatch:
 
     def _cut(self, values_T: NDArray[Any]) -> list[NDArray[Any]]:
         return np.split(values_T, self.offsets_S[1:-1])
+
+
+def otherwise(a_TLK: NDArray[Any], b_TLK: NDArray[Any]) -> NDArray[np.bool_]:
+    """[T, L] whether two routings choose different sets of experts."""
+    differs: NDArray[np.bool_] = (np.sort(a_TLK, axis=-1) != np.sort(b_TLK, axis=-1)).any(axis=-1)
+    return differs
 
 
 def _lengths(record: Any, t: int, s: int) -> dict[str, int]:
@@ -178,10 +182,10 @@ class Sampled:
 
     def __post_init__(self) -> None:
         for name, one in self.rescored.items():
-            _require(name == one.condition.name, "rescored", name, f"is stored under another name than {one.condition.name!r}")
+            require(name == one.condition.name, "rescored", name, f"is stored under another name than {one.condition.name!r}")
             for key, length in _lengths(one, len(self.batch.label_T), self.batch.trajectories).items():
                 found = len(getattr(one, key))
-                _require(found == length, f"{name}: {key}", found, f"values for {length} positions; is the file damaged?")
+                require(found == length, f"{name}: {key}", found, f"values for {length} positions; is the file damaged?")
 
     def find(self, **wanted: Any) -> Rescored | None:
         """The first condition whose fields have these values."""
@@ -200,7 +204,7 @@ class Measurement:
     """model, machine, versions, command, seed, config: JSON values."""
 
     def __post_init__(self) -> None:
-        _require(len(self.samples) > 0, "samples", 0, "are none; measure with at least one engine setting")
+        require(len(self.samples) > 0, "samples", 0, "are none; measure with at least one engine setting")
 
     @property
     def main(self) -> Sampled:
@@ -221,7 +225,7 @@ class Measurement:
         np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
         digest = hashlib.sha256(buffer.getvalue()).hexdigest()
         data = target / f"measurement-{digest[:16]}.npz"
-        _replace(data, buffer.getvalue())
+        write_whole(data, buffer.getvalue())
         index = {
             "format": FORMAT,
             "arrays": data.name,
@@ -230,7 +234,7 @@ class Measurement:
             "floor": dict(self.floor),
             "meta": dict(self.meta),
         }
-        _replace(target / JSON_NAME, (json.dumps(index, indent=1) + "\n").encode())
+        write_json(target / JSON_NAME, index)
         for old in target.glob("measurement-*.npz"):
             if old != data:
                 old.unlink()
@@ -244,26 +248,19 @@ class Measurement:
             ValueError: there is no measurement, it is of another format, or it is damaged.
         """
         file = Path(folder) / JSON_NAME
-        _require(file.is_file(), "measurement", str(folder), f"has no {JSON_NAME}; give the --out of `megatron-rl lab measure`")
+        require(file.is_file(), "measurement", str(folder), f"has no {JSON_NAME}; give the --out of `megatron-rl lab measure`")
         index = json.loads(file.read_text())
-        _require(
+        require(
             index.get("format") == FORMAT, str(file), index.get("format"), f"is its format, and this program reads {FORMAT}; measure again"
         )
         data = file.with_name(index["arrays"])
         raw = data.read_bytes() if data.is_file() else b""
-        _require(
+        require(
             hashlib.sha256(raw).hexdigest() == index["sha256"], str(data), len(raw), "bytes are not those that were written; measure again"
         )
         with np.load(io.BytesIO(raw)) as arrays:
             samples = [_unpack_sample(one, f"{i}", arrays) for i, one in enumerate(index["samples"])]
         return Measurement({one.engine.name: one for one in samples}, index["floor"], index["meta"])
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """The file whole, or as it was."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    partial.replace(path)
 
 
 def _arrays(record: Any, prefix: str, out: dict[str, NDArray[Any]]) -> None:

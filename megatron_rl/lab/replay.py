@@ -62,13 +62,8 @@ class RecordedSource:
 
     def _read(self, step: int) -> _Calls:
         """The step's requests of each purpose, in order."""
-        missing = self._store.missing(step)
-        if missing:
-            raise ValueError(f"{self._store.root}: step {step} cannot be replayed: {missing}")
         by_leader: dict[int, _Calls] = {}
-        for _, found in groupby(
-            (a for a in self._store.answers(step) if a.purpose != "buffer"), key=lambda a: (a.origin.leader, a.origin.call)
-        ):
+        for _, found in groupby(self._store.sampled(step), key=lambda a: (a.origin.leader, a.origin.call)):
             answers = list(found)
             calls = by_leader.setdefault(answers[0].origin.leader, {})
             calls.setdefault(answers[0].purpose, []).append([a.trajectory for a in answers])

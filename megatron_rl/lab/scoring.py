@@ -95,21 +95,24 @@ class Scorer:
         batches, routing = self._routed(answers, condition, feed.micro_batches)
         moe = self.actor.experts > 0
         margins = moe and routing == "live"
-        found = self.actor.score(batches, routing, entropy=True, router_scores=moe, router_margins=margins)
         key = answers.engine.name, "none" if condition.replay == "R2" else condition.replay
-        shifts: list[Tensor] = []
-        if moe and condition.replayed_layers is None and not (condition.quantised or other):
-            if condition.lag:
-                started = [dataclasses.replace(b, old_router=r) for b, r in zip(batches, self._start[key], strict=True)]
-                shifts = self.actor.router_shift(started, routing)
-            else:
-                self._start[key] = found.router_scores
+        remembers = moe and condition.replayed_layers is None and not (condition.quantised or other)
+        found = self.actor.score(
+            batches,
+            routing,
+            entropy=True,
+            router_scores=moe,
+            router_margins=margins,
+            compare_with=self._start[key] if remembers and condition.lag else None,
+        )
+        if remembers and not condition.lag:
+            self._start[key] = found.router_scores
         order = list(range(len(answers.trajectories)))[:: -1 if other else 1]
 
         def flat(values: Sequence[Tensor]) -> NDArray[Any]:
             return to_flat(self.mesh, batches, values, order, answers.batch.offsets_S)
 
-        shift_T = flat(shifts) if shifts else None
+        shift_T = flat(found.shift) if found.shift else None
         return Rescored(condition, **self._arrays(found, batches, flat, answers.batch.mask_T, margins), shift_T=shift_T)
 
     def _routed(self, answers: Answers, condition: Condition, batches: list[PackedBatch]) -> tuple[list[PackedBatch], Mode]:

@@ -21,7 +21,7 @@ from ..telemetry.metrics import METRICS_FILE
 from ..telemetry.progress import Progress
 from ..telemetry.report import SUMMARY_FILE
 from ..telemetry.sparkline import sparkline
-from .alarms import Alarm, alarms, column
+from .alarms import Alarm, alarms, column, matching
 
 STALE = 120.0
 """Seconds without a new line, and as many times ten steps, after which a run that has not ended is said to stand still."""
@@ -199,11 +199,7 @@ def _numbers(rows: Sequence[dict[str, Any]], width: int) -> Table:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(no_wrap=True)
-    methods = [
-        (name, name.replace("/", ": ").replace("_", " "), "percent")
-        for name in dict.fromkeys(name for row in rows for name in row)
-        if any(part in name.partition("/")[2] for part in KEPT)
-    ]
+    methods = [(name, name.replace("/", ": ").replace("_", " "), "percent") for name in matching(rows, KEPT)]
     for name, label, form in (*SHOWN, *methods):
         values = [row[name] for row in rows if name in row]
         if values:

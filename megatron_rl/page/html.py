@@ -6,7 +6,6 @@ import csv
 import html
 import io
 import json
-import os
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from ..files import write_whole
 from .figure import Figure, Page, Section, Table, finite
 from .numbers import number, shown
 
@@ -32,8 +32,8 @@ def write_page(page: Page, out: Path) -> Path:
     folder = out.parent / CSV_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     for key, text in texts.items():
-        _write(folder / f"{key}.csv", text)
-    _write(out, render(page))
+        write_whole(folder / f"{key}.csv", text)
+    write_whole(out, render(page))
     return out
 
 
@@ -169,9 +169,3 @@ def _plain(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(map(_plain, value))
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

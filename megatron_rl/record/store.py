@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.files import write_json
 from megatron_rl.record.files import SCHEMAS, Series, leader_folder, leaders, segment_paths
 from megatron_rl.record.schema import VERSION, Answer, Score, read_answer, read_score
 from megatron_rl.record.segment import Segment
@@ -37,9 +38,7 @@ class About:
     def save(self, root: Path) -> None:
         """Writes root/about.json, whole or not at all."""
         root.mkdir(parents=True, exist_ok=True)
-        partial = root / (ABOUT + ".partial")
-        partial.write_text(json.dumps({"version": VERSION} | vars(self), indent=1) + "\n")
-        partial.replace(root / ABOUT)
+        write_json(root / ABOUT, {"version": VERSION} | vars(self))
 
     @staticmethod
     def load(root: Path) -> About:
@@ -118,17 +117,32 @@ class Store:
             found[score.origin] = score.merged(found.get(score.origin))
         return found
 
+    def sampled(self, step: int) -> list[Answer]:
+        """Everything that was sampled in a step, by origin.
+
+        Raises:
+            ValueError: something of it is missing, or a row is damaged.
+        """
+        answers = self.answers(step)
+        why = self._lacks(answers)
+        if why is not None:
+            raise ValueError(f"{self.root}: step {step} cannot be replayed: {why}")
+        return [a for a in answers if a.purpose != "buffer"]
+
     def missing(self, step: int) -> str | None:
         """Why a step cannot be trained on again; None where everything is there that was sampled in it."""
-        fresh = [a for a in self.answers(step) if a.purpose != "buffer"]
+        return self._lacks(self.answers(step))
+
+    def _lacks(self, answers: Iterable[Answer]) -> str | None:
+        fresh = [a for a in answers if a.purpose != "buffer"]
         if not fresh:
             return "nothing of it was recorded, or it was dropped for record.max_gb"
         calls: dict[tuple[int, int], list[Answer]] = {}
         for answer in fresh:
             calls.setdefault((answer.origin.leader, answer.origin.call), []).append(answer)
-        for (leader, call), answers in calls.items():
-            if len(answers) != answers[0].call_size:
-                return f"of leader {leader}'s request {call} there are {len(answers)} of {answers[0].call_size} answers"
+        for (leader, call), found in calls.items():
+            if len(found) != found[0].call_size:
+                return f"of leader {leader}'s request {call} there are {len(found)} of {found[0].call_size} answers"
         silent = set(range(self.about.leaders)) - {leader for leader, _ in calls}
         return f"nothing of leaders {sorted(silent)} is there" if silent else None
 

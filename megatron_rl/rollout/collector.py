@@ -153,7 +153,7 @@ class _Collection:
         replies, url = await self._ask(prompt, f"{group}.{first}", self.sampling, count)
         expected = self._tolerant(self.resumes)
         answers = [trajectory(reply, prompt, group, f"{group}.{first + k}", url, expected) for k, reply in enumerate(replies)]
-        return [await self._finished(one, f"{group}.{first + k}") for k, one in enumerate(answers)]
+        return await asyncio.gather(*(self._finished(one, f"{group}.{first + k}") for k, one in enumerate(answers)))
 
     def _tolerant(self, resumes: int) -> Expected:
         """What is expected where a cut-off answer can still be gone on with so many times."""

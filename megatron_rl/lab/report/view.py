@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...page.figure import slug
+from ..attribution import log_ratio
 from ..records import Sampled
 
 Floats = NDArray[np.float64]
@@ -83,8 +84,7 @@ class View:
 
     def log_ratios(self, name: str) -> Floats:
         """[M] log theta - log mu of the sampled tokens."""
-        batch = self.sample.batch
-        return (self.sample.rescored[name].logp_T.astype(np.float64) - batch.mu_T)[batch.mask_T]
+        return log_ratio(self.sample, name)
 
     @cached_property
     def rest(self) -> Floats:
