@@ -1,6 +1,6 @@
 """Watches every router of every layout: what it chose, forward and recomputed, is what was given for each token.
 
-    python tools/check_replay.py            every layout x recomputation x {1, 4} micro-batches x model: 156 combinations, minutes
+    python tools/check_replay.py            all 162: layouts x recomputation x {1, 4} micro-batches x models, and stages without a router
     python tools/check_replay.py --quick    the covering that the tests run
 
 Each combination scores a ragged, packed batch with random routes, routes it live, and trains on it with the routes again. Exit status 1

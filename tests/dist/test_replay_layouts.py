@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 from tools.layouts.matrix import LAYOUTS
-from tools.layouts.replays import MODELS, ReplayCase, faults, problem, quick
+from tools.layouts.replays import DENSE_STAGE, MODELS, ReplayCase, faults, problem, quick
 
 pytestmark = pytest.mark.timeout(900)  # as in test_layouts.py
 
 
 @pytest.mark.parametrize("case", quick(), ids=lambda case: case.name)
 def test_every_map_is_the_given_one(runs: dict[str, Any], case: ReplayCase) -> None:
-    """Of 82 tokens in 3 MoE layers none may be missing, met twice or routed otherwise."""
+    """Of 82 tokens in 3 MoE layers (2 where a whole stage is dense) none may be missing, met twice or routed otherwise."""
     assert problem(case, runs[case.name]) is None
-    assert runs[case.name]["rows"] >= 3 * 82 * 3, "scored, forward and recomputed"
+    layers = 2 if case.model == DENSE_STAGE else 3
+    assert runs[case.name]["rows"] >= 3 * 82 * layers, "scored, forward and recomputed"
 
 
 @pytest.mark.parametrize("case", faults(), ids=lambda case: case.name)
@@ -31,7 +32,7 @@ def test_routes_put_wrong_are_seen(runs: dict[str, Any], case: ReplayCase) -> No
 
 def test_a_router_that_was_passed_over_or_met_twice_is_seen() -> None:
     case = ReplayCase("TP2", "full", 1)
-    seen = {"wrong": 0, "scored": [1], "forward": [1], "recomputed": [1], "micro_batches": 1}
+    seen = {"wrong": 0, "scored": [1], "forward": [1], "recomputed": [1], "micro_batches": 1, "moved": True}
     assert problem(case, seen) is None
     assert "recomputed [0, 1] times" in str(problem(case, seen | {"recomputed": [0, 1]}))
     assert "forward [1, 2] times" in str(problem(case, seen | {"forward": [1, 2]}))

@@ -95,7 +95,7 @@ TINY: dict[str, Callable[[], Any]] = {
     ),
     "moonlight": _causal(
         "DeepseekV3",
-        **_LATENT,
+        **{**_LATENT, "first_k_dense_replace": 2},
         num_experts_per_tok=3,
         q_lora_rank=None,
         n_group=1,

@@ -11,6 +11,9 @@ from tools.layouts.matrix import LAYOUTS, RECOMPUTE, Layout, Recompute
 
 MODELS = ("qwen3-moe", "deepseek-v3")
 """Each with a dense layer; the second with shared experts, sigmoid scores, a bias and groups of experts."""
+DENSE_STAGE = "moonlight"
+"""Its first two of four layers are dense: in two stages, the first has no router."""
+STAGED = ("PP2", "CP2xPP2")
 MICRO_BATCHES = (1, 4)
 
 
@@ -41,8 +44,9 @@ class ReplayCase:
 
 
 def full() -> list[ReplayCase]:
-    """Every layout x kind of recomputation x number of micro-batches x model, one process included."""
-    return [ReplayCase(at, r, n, m) for at in (None, *LAYOUTS) for r in RECOMPUTE for n in MICRO_BATCHES for m in MODELS]
+    """Every layout x kind of recomputation x number of micro-batches x model, one process included; and stages without a router."""
+    of_models = [ReplayCase(at, r, n, m) for at in (None, *LAYOUTS) for r in RECOMPUTE for n in MICRO_BATCHES for m in MODELS]
+    return of_models + [ReplayCase(at, r, 4, DENSE_STAGE) for at in STAGED for r in RECOMPUTE]
 
 
 def quick() -> list[ReplayCase]:
@@ -54,7 +58,10 @@ def quick() -> list[ReplayCase]:
     models = cycle((MODELS[0], MODELS[1], MODELS[1], MODELS[0]))
     turns: list[tuple[str, Recompute, str]] = [(layout, next(kinds), next(models)) for layout in LAYOUTS]
     turns.append(("PP2xVPP2", "full", MODELS[1]))
-    return [ReplayCase(layout, kind, n, model) for layout, kind, model in turns for n in MICRO_BATCHES]
+    return [
+        *(ReplayCase(layout, kind, n, model) for layout, kind, model in turns for n in MICRO_BATCHES),
+        ReplayCase("PP2", "full", 4, DENSE_STAGE),
+    ]
 
 
 def faults() -> list[ReplayCase]:
@@ -77,4 +84,6 @@ def problem(case: ReplayCase, seen: Mapping[str, Any]) -> str | None:
     rounds = max(case.micro_batches, case.where.parallel.get("virtual_pipeline", 1))
     if seen["micro_batches"] != rounds:
         return f"{seen['micro_batches']} micro-batches instead of {rounds}"
+    if not seen["moved"]:
+        return "not every rank saw every token's router scores move with the weights"
     return None

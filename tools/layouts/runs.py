@@ -11,7 +11,7 @@ from typing import Any
 from tools.families.tiny import make_tiny
 from tools.layouts.launch import torchrun
 from tools.layouts.matrix import SECONDS_A_CASE, Case
-from tools.layouts.replays import MODELS, ReplayCase
+from tools.layouts.replays import DENSE_STAGE, MODELS, ReplayCase
 from tools.make_tiny_moe import TinyModel, make_tiny_moe
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -23,7 +23,7 @@ def make_models(folder: Path) -> None:
     """The policy, a reference that differs from it, and the models that replay is watched in."""
     make_tiny_moe(folder / "model")
     make_tiny_moe(folder / "reference", TinyModel(seed=1))
-    for name in MODELS:
+    for name in (*MODELS, DENSE_STAGE):
         make_tiny(name, folder / name)
 
 

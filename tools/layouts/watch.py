@@ -167,7 +167,7 @@ def open_actor(folder: Path, mesh: Mesh, case: ReplayCase) -> Actor:
 
 
 def watched(actor: Actor, mesh: Mesh, case: ReplayCase) -> dict[str, Any]:
-    """Scores with the given routes, routes live, and trains with the given routes; what was seen of all ranks."""
+    """Scores with the given routes, routes live, trains with the given routes, routes live again; what was seen of all ranks."""
     shape = route_shape(actor.hf)
     assert shape is not None
     given = Given.make(shape, actor.vocab_size)
@@ -180,10 +180,12 @@ def watched(actor: Actor, mesh: Mesh, case: ReplayCase) -> dict[str, Any]:
     watch = Watch(given, mesh.tensor_rank, mesh.tensor_size, *(torch.zeros(size, dtype=torch.int64) for _ in range(3)))
     with watch.on(actor):
         actor.score(feed.micro_batches, "replay")
-    actor.score(feed.micro_batches, "live")
+    before = actor.score(feed.micro_batches, "observe", router_scores=True)
     with watch.on(actor):
         actor.update(feed.micro_batches, build(ObjectiveConfig(), ()), feed.over, 1e-3, routing="replay")
-    return told(watch, given, mesh) | {"micro_batches": len(feed.micro_batches)}
+    after = actor.score(feed.micro_batches, "observe", compare_with=before.router_scores)
+    moved = all(bool((shift_T[b.real_T] > 0).all()) for b, shift_T in zip(feed.micro_batches, after.shift, strict=True))
+    return told(watch, given, mesh) | {"micro_batches": len(feed.micro_batches), "moved": all(mesh.gather(moved))}
 
 
 def told(watch: Watch, given: Given, mesh: Mesh) -> dict[str, Any]:
