@@ -14,6 +14,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
+from tools.layouts.launch import torchrun
 from tools.layouts.matrix import LAYOUTS
 from tools.layouts.replays import ReplayCase, faults, full, problem, quick
 from tools.layouts.runs import make_models, run_cases
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_models(Path(temporary))
         for processes in sorted({case.where.processes for case in cases}):
             mine = [case for case in cases if case.where.processes == processes]
-            found = run_cases(Path(temporary), mine, path=options.megatron)
+            found = run_cases(Path(temporary), mine, launch=partial(torchrun, path=options.megatron))
             failures += show(mine, found)
             rows += sum(found[case.name]["rows"] for case in mine if case.fault == "none")
     print(f"{sum(case.fault == 'none' for case in cases)} combinations, {rows:,} rows, {failures} failures")

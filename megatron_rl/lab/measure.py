@@ -210,7 +210,7 @@ def _meta(config: LabConfig, model: str, facts: ModelFacts, command: str) -> dic
         "architecture": facts.architecture,
         "layers": facts.layers,
         "experts": facts.experts,
-        "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads a rank",
+        "machine": f"{platform.processor() or platform.machine()}, threads a rank: {torch.get_num_threads()}",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "layout": layout_name(config.parallel),
         "versions": {name: version(name) for name in ("torch", "megatron-core", "sglang", "transformers")},

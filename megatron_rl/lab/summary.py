@@ -3,7 +3,7 @@
     format, meta
     engines: by engine setting
         engine, tokens, trajectories, mean_length, reward
-        floor                by what was repeated: statistics;  floor_worst: the largest of each
+        floor                by what was repeated: statistics;  floor_worst: the largest of each, empty if the engine was not repeated
         conditions           by condition: condition, statistics, route_mismatch_share, layer_mismatch_share, attribution (or null), floor
         layers, margins      of `routed`, the first condition whose routers chose     (attribution.by_layer, by_margin)
         trained              the conditions that training would see: current weights, live and replayed; by condition:
@@ -59,7 +59,9 @@ def _floor_of(floor: Mapping[str, Statistics], engine: str) -> dict[str, Statist
 
 
 def worst(floor: Mapping[str, Statistics]) -> Statistics:
-    """The largest of each number over all repetitions; empty without any."""
+    """The largest of each number over all repetitions; empty where only the trainer was repeated, which is a small part of the floor."""
+    if not any(what.startswith("engine") for what in floor):
+        return {}
     names = {name for one in floor.values() for name in one if name != "tokens"}
     return {name: max(abs(one[name]) for one in floor.values() if name in one) for name in sorted(names)}
 

@@ -6,13 +6,14 @@ are taken, so that clipping of the gradient and of the ratio both act. Layouts: 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tools.layouts.compare import BOUND, largest
-from tools.layouts.launch import ROOT
+from tools.layouts.launch import ROOT, torchrun
 from tools.layouts.matrix import Case, oracle
 from tools.layouts.runs import run_cases
 
@@ -48,7 +49,7 @@ def test_recorded_routes_do_not_depend_on_the_layout(runs: dict[str, Any]) -> No
 def test_megatron_core_0_19_2_equals_0_16_1(runs: dict[str, Any], models: Path) -> None:
     """The older version in one process is the oracle of the newer one in two."""
     cases = [Case("grpo", "TP2xEP2"), Case("grpo", "PP2xVPP2", recompute="selective")]
-    found = run_cases(models, cases, path=NEWER_MEGATRON)
+    found = run_cases(models, cases, launch=partial(torchrun, path=NEWER_MEGATRON))
     assert found.keys() == {case.name for case in cases}
     for layout in found.values():
         difference = largest(runs[ONE.name], layout)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.launch import torchrun
+from tests.dist.launch import run_ranks
 
 EXCHANGES: dict[str, dict[str, Any]] = {
     # Costs n + n^2 / 100 of 30 positions and of 1 are 39 and 1: loads 78, 156, 1, 78.
@@ -32,7 +32,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def exchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     out = tmp_path_factory.mktemp("exchange") / "out.json"
-    torchrun("balance.py", "exchange", str(out), json.dumps(EXCHANGES), processes=4)
+    run_ranks("balance.py", "exchange", str(out), json.dumps(EXCHANGES), processes=4)
     return json.loads(out.read_text())
 
 
@@ -41,7 +41,7 @@ def trained(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     folder, found = tmp_path_factory.mktemp("balance"), {}
     for processes, runs in ((1, {"one": {}}), (2, TRAININGS)):
         out = folder / f"{processes}.json"
-        torchrun("balance.py", "train", str(out), str(tiny_moe), json.dumps(runs), processes=processes)
+        run_ranks("balance.py", "train", str(out), str(tiny_moe), json.dumps(runs), processes=processes)
         found |= json.loads(out.read_text())
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.launch import torchrun
+from tests.dist.launch import run_ranks
 from tools.make_tiny_moe import make_tiny_moe
 
 
@@ -19,7 +19,7 @@ from tools.make_tiny_moe import make_tiny_moe
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = Path(tmp_path_factory.mktemp("context"))
     make_tiny_moe(folder / "model")
-    torchrun("context_parallel.py", str(folder / "model"), str(folder / "out.json"), processes=2)
+    run_ranks("context_parallel.py", str(folder / "model"), str(folder / "out.json"), processes=2)
     return json.loads((folder / "out.json").read_text())
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from launch import torchrun
 from safetensors.torch import save_file
 
+from tests.dist.launch import run_ranks
 from tools.check_families import GRADIENT_TOLERANCE, TOLERANCE, Row, cases, check
 from tools.families.tiny import TINY
 
@@ -74,7 +74,7 @@ def seen(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[in
     out = tmp_path_factory.mktemp("seen")
     for processes in (1, 2):
         cases = [case for count, case in CASES if count == processes]
-        torchrun("convert.py", str(checkpoints), str(out / f"{processes}.json"), json.dumps(cases), processes=processes)
+        run_ranks("convert.py", str(checkpoints), str(out / f"{processes}.json"), json.dumps(cases), processes=processes)
     return {processes: json.loads((out / f"{processes}.json").read_text()) for processes in (1, 2)}
 
 

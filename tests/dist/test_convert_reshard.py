@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 import pytest
-from launch import torchrun
 
+from tests.dist.launch import run_ranks
 from tools.families.tiny import make_tiny
 
 pytestmark = pytest.mark.dist
@@ -28,7 +28,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     make_tiny("qwen2-moe", folder / "model")
     (folder / "out").mkdir()
     arguments = [str(folder / "model"), str(folder / "out"), json.dumps(LAYOUTS), json.dumps(OPTIMIZER_TOUR)]
-    torchrun("reshard.py", *arguments, processes=2)
+    run_ranks("reshard.py", *arguments, processes=2)
     return json.loads((folder / "out" / "seen.json").read_text())
 
 

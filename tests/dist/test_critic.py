@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.launch import torchrun
+from tests.dist.launch import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -42,7 +42,7 @@ def results(tiny_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     folder, found = tmp_path_factory.mktemp("critic"), {}
     for processes, runs in ((1, ONE_PROCESS), (2, TWO_PROCESSES)):
         out = folder / f"{processes}.json"
-        torchrun("critic.py", str(tiny_moe), str(folder), str(out), json.dumps(runs), processes=processes)
+        run_ranks("critic.py", str(tiny_moe), str(folder), str(out), json.dumps(runs), processes=processes)
         found |= json.loads(out.read_text())
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.launch import torchrun
+from tests.dist.launch import run_ranks
 
 pytestmark = pytest.mark.dist
 RIGHT = {"routes": "routing", "weights": "staleness", "dtype": "numerics"}
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def causes(folder: Path) -> Any:
-    torchrun("lab.py", "causes", str(folder), processes=1)
+    run_ranks("lab.py", "causes", str(folder), processes=1)
     return json.loads((folder / "causes.json").read_text())
 
 
@@ -74,7 +74,7 @@ def test_the_same_batch_twice_gives_the_same_summary(causes: Any) -> None:
 
 def test_tensor_and_expert_parallelism_agree_up_to_the_floor(causes: Any, folder: Path) -> None:
     """TP2 x EP2 sums in another order, as other micro-batches do: it may differ by a few times that floor, of 2e-6 nats, and no more."""
-    torchrun("lab.py", "layout", str(folder), processes=2)
+    run_ranks("lab.py", "layout", str(folder), processes=2)
     one, other = (x["engines"]["trainer"] for x in (causes["summary"], json.loads((folder / "layout.json").read_text())))
     floor = max(one["floor_worst"]["max_abs_d"], 5e-7)
     assert floor < 1e-5

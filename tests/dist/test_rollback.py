@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.launch import torchrun
+from tests.dist.launch import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -32,6 +32,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("processes", CASES)
 def test_a_rejected_step_leaves_nothing_behind(tiny_moe: Path, processes: int) -> None:
-    output = torchrun("rollback.py", str(tiny_moe), json.dumps(CASES[processes]), processes=processes)
+    output = run_ranks("rollback.py", str(tiny_moe), json.dumps(CASES[processes]), processes=processes)
     for name in CASES[processes]:
         assert f"passed: {name}\n" in output

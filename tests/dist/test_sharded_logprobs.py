@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.launch import torchrun
+from tests.dist.launch import run_ranks
 
 pytestmark = pytest.mark.dist
 
 
 def test_sharded_statistics_equal_the_whole() -> None:
     """Values, gradients, ties and padding-only shards: the worker compares, and fails with the statistic that differs."""
-    assert "sharded statistics equal the whole" in torchrun("logprobs.py", processes=4)
+    assert "sharded statistics equal the whole" in run_ranks("logprobs.py", processes=4)

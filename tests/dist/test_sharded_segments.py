@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.launch import torchrun
+from tests.dist.launch import run_ranks
 
 OPERATIONS = (
     "count", "sum", "mean", "max", "min", "prefix_sum", "prefix_count", "prefix_min_before",
@@ -22,7 +22,7 @@ OPERATIONS = (
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = Path(tmp_path_factory.mktemp("segments") / "out.json")
-    torchrun("segments.py", str(out), processes=4)
+    run_ranks("segments.py", str(out), processes=4)
     return json.loads(out.read_text())
 
 

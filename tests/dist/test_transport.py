@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.launch import torchrun
+from tests.dist.launch import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -18,7 +18,7 @@ def test_a_rank_gets_the_bytes_of_its_own_shard(tmp_path: Path) -> None:
     400 x 18 x 8 = 57,600 bytes of routes a micro-batch on the first stage, 19,200 on the second. With its columns a rank of the second
     stage has a shard far below the whole, and below what the first stage has; what came over the wire may exceed it by a tenth.
     """
-    torchrun("transport.py", str(tmp_path / "out.json"), processes=4)
+    run_ranks("transport.py", str(tmp_path / "out.json"), processes=4)
     ranks = json.loads((tmp_path / "out.json").read_text())
     assert [r["leader"] for r in ranks] == [True, False, False, False]
     assert all(r["right"] and r["micro_batches"] == 2 for r in ranks)

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_rl.config import ModelConfig, RolloutConfig
 from megatron_rl.rollout.fleet import Fleet
-from tests.dist.launch import torchrun
+from tests.dist.launch import run_ranks
 from tools.make_tiny_moe import TinyModel, make_tiny_moe
 
 pytestmark = [pytest.mark.engine, pytest.mark.dist]
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.dist]
 def score(model: Path, url: str, dtype: str, layout: dict[str, int], folder: Path) -> dict[str, Any]:
     out = folder / f"{dtype}.json"
     processes = max(layout.get("tensor", 1), layout.get("expert", 1))
-    torchrun("engine_agreement.py", str(model), url, dtype, str(out), json.dumps(layout), processes=processes)
+    run_ranks("engine_agreement.py", str(model), url, dtype, str(out), json.dumps(layout), processes=processes)
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 

@@ -1,10 +1,10 @@
-"""Runs many cases, in one torchrun a number of processes."""
+"""Runs many cases, with one start of the ranks a number of processes."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,12 @@ def make_models(folder: Path) -> None:
         make_tiny(name, folder / name)
 
 
-def run_cases(folder: Path, cases: Iterable[Case | ReplayCase], *, path: Path | None = None) -> dict[str, Any]:
+def run_cases(folder: Path, cases: Iterable[Case | ReplayCase], *, launch: Callable[..., str] = torchrun) -> dict[str, Any]:
     """What `worker.measure` or `watch.watched` found, by the case's name.
 
     Args:
         folder: `make_models` filled it.
-        path: see `launch.torchrun`.
+        launch: starts the ranks, called as `launch.torchrun` is.
 
     Raises:
         LaunchError: a rank failed or hung.
@@ -42,14 +42,13 @@ def run_cases(folder: Path, cases: Iterable[Case | ReplayCase], *, path: Path | 
     for processes in sorted({case.where.processes for case in ordered}):
         mine = [(type(case).__name__, dataclasses.asdict(case)) for case in ordered if case.where.processes == processes]
         out = folder / f"results_{processes}.json"
-        torchrun(
+        launch(
             WORKER,
             str(folder),
             json.dumps(mine),
             str(out),
             processes=processes,
             timeout=START_SECONDS + SECONDS_A_CASE * len(mine),
-            path=path,
         )
         found |= json.loads(out.read_text())
     return found

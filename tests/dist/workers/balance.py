@@ -1,4 +1,4 @@
-"""Run by torchrun: leaders exchange trajectories, or a skewed batch is trained on with and without balance.
+"""Run on forked ranks: leaders exchange trajectories, or a skewed batch is trained on with and without balance.
 
 usage: balance.py exchange OUT.json '{"name": {"lengths": [tokens of each leader's trajectories], "replica": 1|2, "ring": true}}'
        balance.py train OUT.json MODEL '{"name": {"parallel": {...}, "balance": true}}'

@@ -1,4 +1,4 @@
-"""Run by torchrun on 2 ranks: hidden states and gradients of the policy over zig-zag shards, and on each rank alone, of one ragged pack.
+"""Run on 2 forked ranks: hidden states and gradients of the policy over zig-zag shards, and on each rank alone, of one ragged pack.
 
 usage: context_parallel.py MODEL OUT.json
 """

@@ -1,4 +1,4 @@
-"""Run by torchrun: loads tiny checkpoints under each layout asked for and exports them again; rank 0 writes what it saw.
+"""Run on forked ranks: loads tiny checkpoints under each layout asked for and exports them again; rank 0 writes what it saw.
 
 usage: convert.py FOLDER OUT.json '["moe tensor=2 expert=2", ...]'; FOLDER holds one checkpoint a subfolder, with reference.safetensors
 (tokens, logits) beside the weights.

@@ -1,4 +1,4 @@
-"""Run by torchrun: a critic's values, two updates and a checkpoint under each layout asked for; writes what it found.
+"""Run on forked ranks: a critic's values, two updates and a checkpoint under each layout asked for; writes what it found.
 
 usage: critic.py MODEL CHECKPOINTS OUT.json '{"name": {"parallel": {...}, "budget": ..., "loss": ..., "head": true, "save"|"load": FOLDER}}'
 """

@@ -1,4 +1,4 @@
-"""Run by torchrun: samples from a running server and scores the same tokens with the actor, routing live and replayed.
+"""Run on forked ranks: samples from a running server and scores the same tokens with the actor, routing live and replayed.
 
 usage: engine_agreement.py MODEL URL ENGINE_DTYPE OUT.json '{"tensor": 2, ...}'
 """

@@ -1,4 +1,4 @@
-"""Run by torchrun: the laboratory's trainer side, with the trainer itself in the engine's place, so that every cause is known.
+"""Run on forked ranks: the laboratory's trainer side, with the trainer itself in the engine's place, so that every cause is known.
 
 usage: lab.py causes FOLDER      one process: FOLDER/causes.json, and FOLDER/answers.pickle for the other one
        lab.py layout FOLDER      the answers scored in TP2 x EP2: FOLDER/layout.json
@@ -113,7 +113,7 @@ def causes(folder: Path) -> dict[str, Any]:
     lagging = conditions(config, Pass(config.parallel, "float32", 1), ENGINE, SIZES.layers)
     scored = {"routes": score(fp32, rerouted, wanted), "weights": score(fp32, same, wanted)}
     again = score(fp32, rerouted, wanted)
-    floor = {f"trainer/{k}": v for k, v in trainer_floor(fp32, rerouted, scored["routes"]).items()}
+    floor = {f"trainer/{k.replace('trainer', 'engine')}": v for k, v in trainer_floor(fp32, rerouted, scored["routes"]).items()}
     fp32.load(moved)
     scored["weights"] |= score(fp32, same, lagging)
     bf16 = Scorer(config, mesh, config.parallel, "bfloat16", model)

@@ -1,4 +1,4 @@
-"""Run by torchrun: vocabulary statistics over shards against the same from the whole vocabulary on each rank; fails where they differ.
+"""Run on forked ranks: vocabulary statistics over shards against the same from the whole vocabulary on each rank; fails where they differ.
 
 Four ranks, which also form two groups of two that do the same. 29 tokens padded to 40: over two ranks the last shard is half padding,
 over four it is nothing else. Weights are multiples of 1/4, so that top-K meets ties within and across shards.

@@ -1,4 +1,4 @@
-"""Run by torchrun on two processes: checkpoints written under each layout, resharded to another, with and without optimizer state.
+"""Run on two forked ranks: checkpoints written under each layout, resharded to another, with and without optimizer state.
 
 usage: reshard.py FOLDER OUT LAYOUTS TOUR       FOLDER is a Hugging Face folder, LAYOUTS and TOUR are JSON lists of "tensor=2 expert=2"
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: a step that was taken back leaves nothing behind. Prints one line a case; an assertion fails the worker.
+"""Run on forked ranks: a step that was taken back leaves nothing behind. Prints one line a case; an assertion fails the worker.
 
 usage: rollback.py MODEL '{"name": {"parallel": {...}, "dtype": ..., "before": 0 or 1}}'
 """

@@ -1,4 +1,4 @@
-"""Run by torchrun on 4 ranks: every operation of `Segments` over shards against `LocalSegments` over the whole pack, cp 1, 2 and 4.
+"""Run on 4 forked ranks: every operation of `Segments` over shards against `LocalSegments` over the whole pack, cp 1, 2 and 4.
 
 usage: segments.py OUT.json; rank 0 writes {cp: {operation: [largest difference of values, of gradients]}} over random packs, over all
 ranks, and what the operations give on one pack small enough to check by hand.

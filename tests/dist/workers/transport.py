@@ -1,4 +1,4 @@
-"""Run by torchrun over TP2 x PP2: what reaches each rank of a batch's routes; writes one line of JSON a rank.
+"""Run on forked ranks over TP2 x PP2: what reaches each rank of a batch's routes; writes one line of JSON a rank.
 
 usage: transport.py OUT.json
 """
