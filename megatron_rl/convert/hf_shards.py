@@ -19,12 +19,14 @@ from torch import Tensor
 from .family import Family, Slot
 from .hf import SHARD_BYTES, shard_file
 from .layouts import ModelShape, Shape, raw
-from .partial import whole_file
+from .partial import ALIGNMENT, whole_file
 from .progress import Progress
 from .safetensors_file import DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """As safetensors calls them."""
+_LENGTH_BYTES = 8
+"""Before the header."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Shard:
         return sum(unit.size for unit in self.units)
 
     def header(self) -> bytes:
-        """Names, dtypes, shapes and places of all tensors, padded to eight bytes, behind its own length."""
+        """Names, dtypes, shapes and places of all tensors, behind its own length; padded so that values are aligned."""
         table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for unit in self.units:
@@ -81,8 +83,8 @@ class Shard:
                 table[name] = {"dtype": DTYPE_NAMES[unit.dtype], "shape": list(shape), "data_offsets": [at, at + size]}
                 at += size
         text = json.dumps(table, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)
+        return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def shards(content: Iterable[Unit], limit: int = SHARD_BYTES) -> list[Shard]:

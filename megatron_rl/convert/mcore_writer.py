@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from .layouts import Shape
 from .mcore_reader import INDEX
-from .partial import JOURNAL, whole_file, write_json
+from .partial import ALIGNMENT, JOURNAL, whole_file, write_json
 from .progress import Progress
 from .skeleton import stored_size
 
@@ -107,6 +107,7 @@ class StreamedSave(SaveShardedStrategy):
             stretches = []
             with whole_file(folder / name) as file:
                 for part in parts:
+                    file.write(bytes(-file.tell() % ALIGNMENT))  # torch.save aligns values within what it writes
                     start = file.tell()
                     torch.save(self._content(part), file)
                     stretches.append([start, file.tell() - start])

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 ORIGIN = "origin.json"
 WRITE_BACK_BYTES = 32 << 20
+ALIGNMENT = 64
+"""Values begin at multiples of it in a file, as they do in memory: the kernel copies them about twice as fast."""
 JOURNAL = ".journal.json"
 """Ends the names of files that only help to go on."""
 

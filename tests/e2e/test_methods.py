@@ -68,10 +68,11 @@ class Runs:
         file.write_text(yaml.safe_dump(common))
         return self._run(name, "train", "--config", str(file))
 
-    def replay(self, name: str, step: int) -> list[dict[str, float]]:
-        """What training on the record of that run from `step` on says, without the server."""
-        again = f"{name}_again"
-        return self._run(again, "lab", "replay", str(self.folder(name)), "--out", str(self.folder(again)), "--from_step", str(step))
+    def check_replay(self, name: str, rows: list[dict[str, float]], step: int = 0) -> None:
+        """Training on the record of that run from `step` on, without the server, says what `rows` do, to the last bit."""
+        again, arguments = f"{name}_again", ("--from_step", str(step))
+        found = self._run(again, "lab", "replay", str(self.folder(name)), "--out", str(self.folder(again)), *arguments)
+        assert [without_clock(row) for row in found] == [without_clock(row) for row in rows]
 
     def _run(self, name: str, *arguments: str) -> list[dict[str, float]]:
         command = [sys.executable, "-m", "megatron_rl", *arguments]
@@ -89,6 +90,11 @@ class Runs:
     def state(self, name: str, step: int) -> dict[str, Any]:
         """state.json of that run's checkpoint."""
         return json.loads((self.folder(name) / f"checkpoints/step_{step:06d}/state.json").read_text())
+
+
+def without_clock(row: dict[str, float]) -> dict[str, str]:
+    """A step's metrics but for its times; as text, in which a NaN equals itself."""
+    return {k: repr(v) for k, v in row.items() if not k.startswith("seconds/") and k not in ("time", "tokens_per_second")}
 
 
 @pytest.fixture(scope="module")
@@ -142,10 +148,8 @@ def test_critic_buffer_schedules_and_reference_and_what_of_them_is_resumed(runs:
     assert 0 < third["vcpo/factor"] <= 1
     assert third["lr"] == pytest.approx(1e-3 * third["vcpo/factor"] * third["length_lr/factor"])
 
-    # From the checkpoint of step 2, with its critic, buffer and schedules, and what was recorded of step 2: the same to the last bit.
-    (again,) = runs.replay("critic", 2)
-    clock = {name for name in third if name.startswith("seconds/") or name in ("time", "tokens_per_second")}
-    assert {k: repr(v) for k, v in again.items() if k not in clock} == {k: repr(v) for k, v in third.items() if k not in clock}
+    # From the checkpoint of step 2, with its critic, buffer and schedules, and what was recorded of step 2.
+    runs.check_replay("critic", [third], step=2)
 
 
 def test_router_shift_dynamic_sampling_and_pruning_by_the_trainer_alone(runs: Runs) -> None:
@@ -186,6 +190,7 @@ def test_truncated_sampling_is_replayed_and_stale_tokens_are_accepted(runs: Runs
         assert row["keep_sets/outside_share"] == 0
         assert 0 < row["sis/accepted_share"] < 1
         assert row["tis/weight_mean"] == pytest.approx(1.0, abs=1e-3), "without the log Z every weight would be 1 / mass > 1.1"
+    runs.check_replay("sis", rows)
 
 
 def test_steps_are_judged_by_a_critic_that_completions_teach(runs: Runs) -> None:
@@ -210,6 +215,7 @@ def test_steps_are_judged_by_a_critic_that_completions_teach(runs: Runs) -> None
         assert 0 < row["dvp/kept_mass_mean"] < 1
         assert row["dvp/kept_mass_mean"] == pytest.approx(row["sampling/kept_mass"], abs=1e-3), "both engines pruned by the same rule"
         assert row["dvp/outside_share"] < 0.01
+    runs.check_replay("steps", rows)
 
 
 def test_in_bypass_old_is_mu(runs: Runs) -> None:
@@ -256,6 +262,7 @@ def test_a_rejected_step_leaves_no_trace_but_its_version(runs: Runs) -> None:
     # 12 validation prompts are two batches of 8: three batches a step
     assert state["prompt_batches"] == 6
     assert state["schedules"]["mipu"] == {"steps": 2, "consecutive_rollbacks": 2, "rollbacks": 2}
+    runs.check_replay("mipu", rows)
     served = checksums(runs.engine)
 
     with Fleet.connect(runs.engine.urls, runs.engine.config, ModelConfig(path=str(runs.model)), routes=True) as own:
