@@ -1,7 +1,7 @@
 """Scans of a long packed micro-batch on a CPU, in as few passes over memory as torch allows.
 
 A scan of one sequence runs at the speed of the adder, so what is left to save is everything around it: tokens are selected by a
-bitwise and (torch.where reads its condition byte by byte, which takes twice the time of the scan), each sequence is scanned in place
+bitwise and, or by a maximum that passes over NaN (torch.where reads its condition byte by byte, which takes twice the time of the scan), each sequence is scanned in place
 without an offset to subtract, and nothing is gathered or scattered. No gradient passes.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,12 +40,13 @@ class SequenceScans:
 
     def min_before(self, x_T: Tensor) -> Tensor:
         """[T] minimum over the sequence's loss tokens strictly before t; +inf at the first; 0 where the mask is False."""
-        filled_T = self._select(x_T)
-        filled_T.view(_BITS[x_T.dtype]).bitwise_or_(self._infinities(x_T.dtype))
         shifted_T = x_T.new_empty(len(x_T) + 1)
+        minima_T = shifted_T[1:]
+        # fmax takes the other number for a NaN: +inf where the mask is False, and x itself, NaN or not, where it is True.
+        np.fmax(x_T.numpy(), self._limits(x_T.dtype).numpy(), out=minima_T.numpy())
         where = torch.empty(max(self._lengths), dtype=torch.int64)  # each minimum stood; small enough for the cache
-        for part, out in zip(filled_T.split(self._lengths), shifted_T[1:].split(self._lengths), strict=True):
-            torch.cummin(part, 0, out=(out, where[: len(part)]))
+        for part in minima_T.split(self._lengths):
+            torch.cummin(part, 0, out=(part, where[: len(part)]))
         shifted_T[self._starts_S] = torch.inf
         return self._clear(shifted_T[:-1])
 
@@ -71,9 +73,8 @@ class SequenceScans:
             self._keeps[bits] = -self._mask_T.to(bits)
         return self._keeps[bits]
 
-    def _infinities(self, dtype: torch.dtype) -> Tensor:
-        """[T] the bits of +inf where the mask is False, none elsewhere."""
+    def _limits(self, dtype: torch.dtype) -> Tensor:
+        """[T] NaN where the mask is True, +inf elsewhere."""
         if dtype not in self._fills:
-            bits = _BITS[dtype]
-            self._fills[dtype] = ~self._keep(bits) & torch.tensor(torch.inf, dtype=dtype).view(bits)
+            self._fills[dtype] = torch.where(self._mask_T, torch.nan, torch.inf).to(dtype)
         return self._fills[dtype]
