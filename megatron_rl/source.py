@@ -43,27 +43,26 @@ class Source(Protocol):
         ...
 
 
-class Calls:
-    """Numbers a leader's requests of each step from 0."""
+class Origins:
+    """Numbers a leader's requests of each step from 0, and says of every answer which one it came with."""
 
-    def __init__(self) -> None:
-        self._step, self._next = -1, 0
+    def __init__(self, leader: int) -> None:
+        self._leader, self._step, self._next = leader, -1, 0
 
-    def number(self, step: int) -> int:
-        """Of the next request of `step`."""
+    def of_request(self, step: int, answers: Sequence[Trajectory]) -> list[Trajectory]:
+        """The answers to the next request of `step`, with their origins."""
         self._step, self._next = step, self._next + 1 if step == self._step else 1
-        return self._next - 1
+        return [dataclasses.replace(t, origin=Origin(step, self._leader, self._next - 1, i)) for i, t in enumerate(answers)]
 
 
 class FleetSource:
     """Answers of the servers, judged by the verifier."""
 
     def __init__(self, fleet: Fleet, verifier: Verifier, leader: int) -> None:
-        self._fleet, self._verifier, self._leader, self._calls = fleet, verifier, leader, Calls()
+        self._fleet, self._verifier, self._origins = fleet, verifier, Origins(leader)
 
     def answer(self, request: Request) -> list[Trajectory]:
         """Sampled now. Raises as `collect`."""
-        call = self._calls.number(request.step)
         found = collect(
             self._fleet,
             request.prompts,
@@ -73,7 +72,7 @@ class FleetSource:
             version=request.version,
             resume_aborted=self._fleet.config.resume_aborted,
         )
-        return [dataclasses.replace(t, origin=Origin(request.step, self._leader, call, i)) for i, t in enumerate(found)]
+        return self._origins.of_request(request.step, found)
 
     def judge(self, answers: Sequence[Trajectory]) -> list[Trajectory]:
         """Raises as `score_all`."""

@@ -18,7 +18,7 @@ from ..actor.checkpoint import folders, read_state
 from ..methods.dynamic_sampling import by_group
 from ..record.schema import Purpose
 from ..record.store import FOLDER, Store
-from ..source import Offline, Request
+from ..source import Offline, Origins, Request
 from ..types import Trajectory
 
 NO_DATA: tuple[str, ...] = ("--data.source", "reasoning-gym", "--data.path", "null", "--data.eval_path", "null")
@@ -32,11 +32,12 @@ class RecordedSource:
     """A leader's answers out of a record. Judged already: rewards are the recorded ones.
 
     Where the record has as many leaders as the replay, each gets its own answers in their order, which is what makes a replay equal to
-    the last bit; otherwise groups are dealt out in turn.
+    the last bit; otherwise groups are dealt out in turn. Origins are the replay's own, for it may be recorded itself.
     """
 
     def __init__(self, store: Store, leader: int, leaders: int) -> None:
         self._store, self._leader, self._leaders = store, leader, leaders
+        self._origins = Origins(leader)
         self._step = -1
         self._calls: _Calls = {}
 
@@ -54,7 +55,7 @@ class RecordedSource:
                 f"step {request.step}: the method asks for more answers (purpose {request.purpose}) than were recorded; replay with one "
                 "that samples as the run did, or limit it, as dynamic_sampling's max_rounds does"
             )
-        return left.pop(0)
+        return self._origins.of_request(request.step, left.pop(0))
 
     def judge(self, answers: Sequence[Trajectory]) -> list[Trajectory]:
         """As they are."""

@@ -18,18 +18,19 @@ from megatron_rl.record.recorder import Recorder
 from megatron_rl.record.schema import Purpose
 from megatron_rl.record.store import FOLDER, About, Store
 from megatron_rl.rollout.sampling import Sampling
-from megatron_rl.source import Calls, Request
+from megatron_rl.source import Origins, Request
 from megatron_rl.types import Batch, Origin, Prompt, Trajectory
 
 
 def answer(origin: Origin) -> Trajectory:
-    """Of a group named after leader, request and pair of places."""
+    """Its text tells where it comes from; its group is named after leader, request and pair of places."""
     mask = np.array([False, True])
     where = np.where(mask, 0, -1).astype(np.int32)
     prompt = Prompt("p", np.array([0], np.int32), "", "")
     group = f"{origin.leader}.{origin.call}.{origin.place // 2}"
     logp = np.array([np.nan, -1.0], np.float32)
-    return Trajectory(prompt, group, np.array([0, 1], np.int32), mask, logp, where, where, None, "stop", "", reward=1.0, origin=origin)
+    text = f"{origin.leader} {origin.call} {origin.place}"
+    return Trajectory(prompt, group, np.array([0, 1], np.int32), mask, logp, where, where, None, "stop", text, reward=1.0, origin=origin)
 
 
 def record(run: Path, steps: range, *, leaders: int = 2, answers: int = 4) -> None:
@@ -45,10 +46,14 @@ def record(run: Path, steps: range, *, leaders: int = 2, answers: int = 4) -> No
         recorder.close()
 
 
-def ask(source: RecordedSource, step: int, purpose: Purpose = "train") -> list[tuple[int, int, int]]:
-    """(leader, call, place) of the answers."""
-    found = source.answer(Request(step, (), 4, Sampling(), 0, False, purpose))
-    return [(t.origin.leader, t.origin.call, t.origin.place) for t in found if t.origin is not None]
+def request(step: int, purpose: Purpose = "train") -> Request:
+    """As a training loop makes it."""
+    return Request(step, (), 4, Sampling(), 0, False, purpose)
+
+
+def ask(source: RecordedSource, step: int, purpose: Purpose = "train") -> list[tuple[int, ...]]:
+    """(leader, call, place) that the answers were recorded with."""
+    return [tuple(int(part) for part in t.text.split()) for t in source.answer(request(step, purpose))]
 
 
 def checkpoint(run: Path, step: int) -> None:
@@ -139,8 +144,31 @@ def test_where_nothing_fits_what_there_is_is_named(tmp_path: Path) -> None:
 
 
 def test_requests_of_a_step_are_numbered_from_0() -> None:
-    calls = Calls()
-    assert [calls.number(step) for step in (3, 3, 4, 4, 4, 7)] == [0, 1, 0, 1, 2, 0]
+    origins = Origins(5)
+    two = [answer(Origin(0, 0, 0, 0))] * 2
+    found = [origins.of_request(step, two) for step in (3, 3, 4)]
+    assert [[t.origin for t in part] for part in found] == [
+        [Origin(step, 5, call, i) for i in (0, 1)] for step, call in ((3, 0), (3, 1), (4, 0))
+    ]
+
+
+@pytest.mark.parametrize("leaders", [1, 2, 3])
+def test_what_a_replay_recorded_can_be_replayed(tmp_path: Path, leaders: int) -> None:
+    """By as many leaders, each of which gets again what it had."""
+    record(tmp_path / "run", range(2))
+    About({}, leaders, leaders, {}).save(tmp_path / "again" / FOLDER)
+    sources = [RecordedSource(Store(tmp_path / "run" / FOLDER), leader, leaders) for leader in range(leaders)]
+    for leader, source in enumerate(sources):
+        recorder = Recorder(tmp_path / "again" / FOLDER, leader, limit=2**30, kind=None)
+        for step in range(2):
+            recorder.sampled(source.answer(request(step)), "train")
+            recorder.batch(step, Batch.without_advantages([]))
+        recorder.close()
+    again = Store(tmp_path / "again" / FOLDER)
+    assert [again.missing(step) for step in range(2)] == [None, None]
+    for leader in range(leaders):
+        first, second = (RecordedSource(Store(tmp_path / run / FOLDER), leader, leaders) for run in ("run", "again"))
+        assert ask(second, 0) == ask(first, 0)
 
 
 @pytest.mark.parametrize(
