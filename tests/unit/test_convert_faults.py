@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import random
 import re
 import resource
 import signal
@@ -25,7 +27,8 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.convert.commands import hf_to_mcore, mcore_to_hf
 from megatron_rl.convert.hf import INDEX, HfReader, HfWriter
 from megatron_rl.convert.inspection import compare
-from megatron_rl.convert.partial import ORIGIN
+from megatron_rl.convert.mcore_reader import INDEX as MCORE_INDEX
+from megatron_rl.convert.partial import ALIGNMENT, ORIGIN, PIECE_BYTES, whole_file
 from megatron_rl.convert.reshard import reshard
 from megatron_rl.convert.session import is_checkpoint
 from tools.make_tiny_moe import TinyModel, make_tiny_moe
@@ -216,6 +219,21 @@ def test_a_killed_conversion_goes_on_and_ends_alike(child: tuple[subprocess.Pope
     assert not list(out.rglob("*.journal.json")) and not list(out.rglob(ORIGIN))
     mcore_to_hf(str(out), str(folder / "back"), str(folder / "model"))
     assert list(compare(folder / "back", folder / "model")) == []
+
+
+def test_values_begin_at_multiples_of_their_alignment(checkpoint: Path, model: Path, tmp_path: Path) -> None:
+    out = mcore_to_hf(str(checkpoint), str(tmp_path / "out"), str(model), file_bytes=FILE_BYTES)
+    assert all(int.from_bytes(file.read_bytes()[:8], "little") % ALIGNMENT == -8 % ALIGNMENT for file in out.glob("*.safetensors"))
+    stretches = pickle.loads((checkpoint / MCORE_INDEX).read_bytes()).storage_data.values()
+    assert all(stretch.offset % ALIGNMENT == 0 for stretch in stretches)
+
+
+@pytest.mark.parametrize("size", [0, PIECE_BYTES, 2 * PIECE_BYTES + 3])
+def test_a_file_takes_any_number_of_bytes_at_once(size: int, tmp_path: Path) -> None:
+    content = random.Random(0).randbytes(size)
+    with whole_file(tmp_path / "file") as file:
+        assert file.write(memoryview(content)) == size
+    assert (tmp_path / "file").read_bytes() == content
 
 
 def test_another_source_starts_afresh(model: Path, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 """Conversion throughput against a plain copy of the same bytes: read every tensor with safetensors, write them again.
 
 A synthetic Qwen3-MoE in bfloat16 (about 1 GB by default, experts of the size of Qwen3-30B-A3B's) is written under a temporary folder,
-copied, converted to a Megatron checkpoint and back, each `--rounds` times in turn, and removed. Everything that is written is synced to
-the disk within its time. Medians over rounds; exit status 1 where a conversion reaches less than half of the copy's throughput:
+copied, converted to a Megatron checkpoint, and converted back from one, each `--rounds` times in turn. Everything that is written is
+synced to the disk within its time, and removed before the next turn, so that each writes to memory that was just freed. Medians over
+rounds; exit status 1 where a conversion reaches less than half of the copy's throughput:
 
     python tools/bench/convert.py
     python tools/bench/convert.py --layers 2 --rounds 5 --json
@@ -89,23 +90,22 @@ def timed(work: Callable[[], Any]) -> float:
 
 def measure(root: Path, layers: int, rounds: int) -> dict[str, Any]:
     """Megabytes (1e6) a second of each way, and the conversions' shares of the copy's."""
-    model = root / "model"
+    model, checkpoint, out = root / "model", root / "mcore", root / "out"
     size = make_model(model, layers)
-    HfReader(model)
-    ways: dict[str, tuple[Path, Callable[[Path], Any]]] = {
-        "copy": (root / "copy", lambda out: copy(model, out)),
-        "hf_to_mcore": (root / "mcore", lambda out: hf_to_mcore(str(model), str(out))),
-        "mcore_to_hf": (root / "back", lambda out: mcore_to_hf(str(root / "mcore"), str(out), str(model))),
+    hf_to_mcore(str(model), str(checkpoint))
+    ways: dict[str, Callable[[], Any]] = {
+        "copy": lambda: copy(model, out),
+        "hf_to_mcore": lambda: hf_to_mcore(str(model), str(out)),
+        "mcore_to_hf": lambda: mcore_to_hf(str(checkpoint), str(out), str(model)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
-        for name, (out, work) in ways.items():
+        for name, work in ways.items():
             os.sync()  # what others wrote
-            taken = timed(lambda out=out, work=work: work(out))  # type: ignore[misc]
+            taken = timed(work)
+            shutil.rmtree(out)
             if number:  # the first round warms caches up
                 seconds[name].append(taken)
-        for out, _ in ways.values():
-            shutil.rmtree(out)
     rates = {name: size / 1e6 / statistics.median(taken) for name, taken in seconds.items()}
     result = {"bytes": size, "rounds": rounds, **{f"{name}_mb_s": round(rate, 1) for name, rate in rates.items()}}
     return result | {f"{name}_share": round(rates[name] / rates["copy"], 3) for name in ("hf_to_mcore", "mcore_to_hf")}
