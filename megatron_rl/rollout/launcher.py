@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,6 +26,9 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.rollout.client import EngineClient, EngineError, EngineUnreachable
 
 TAIL_LINES = 25
+PORTS = range(20_000, 30_000)
+"""Where free ports are looked for: below those that systems give to outgoing connections (from 32,768 on Linux). Whoever knocks on one of
+those before the server listens may be given the very same port, is connected to itself, and the server finds its port in use."""
 STOP_GRACE = 5.0
 """Seconds a server gets to end by itself."""
 CPU_CACHE_TOKENS = 65_536
@@ -65,16 +69,24 @@ def log_tail(path: Path, lines: int = TAIL_LINES) -> str:
 
 
 def choose_ports(config: RolloutConfig) -> list[int]:
-    """A port for each server: consecutive ones from base_port, or free ones.
+    """A port for each server: consecutive ones from base_port, or free ones of `PORTS`.
 
     Raises:
-        ValueError: a port of rollout.base_port's range is in use.
+        ValueError: a port of rollout.base_port's range is in use, or no port can be had.
     """
-    wanted = [0] * config.launch if config.base_port is None else list(range(config.base_port, config.base_port + config.launch))
     held: list[socket.socket] = []
     try:
-        for port in wanted:
-            held.append(_bind(config.host, port))
+        if config.base_port is not None:
+            for port in range(config.base_port, config.base_port + config.launch):
+                held.append(_bind(config.host, port))
+        else:
+            for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+                if len(held) == config.launch:
+                    break
+                with suppress(ValueError):
+                    held.append(_bind(config.host, port))
+        if len(held) < config.launch:
+            raise ValueError(f"rollout.host: nothing can listen on {config.host}; give an address of this machine")
         return [sock.getsockname()[1] for sock in held]
     finally:
         for sock in held:

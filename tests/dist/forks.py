@@ -15,11 +15,13 @@ import os
 import runpy
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
 from typing import Any
+
+from megatron_rl.config import RolloutConfig
+from megatron_rl.rollout.launcher import choose_ports
 
 IMPORTED = ("megatron_rl.lab.measure", "megatron_rl.convert.session", "tools.layouts.worker", "tools.families.through_megatron")
 POLL_SECONDS = 0.02
@@ -64,16 +66,9 @@ def exit_status(script: str) -> int:
     return 0
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def run(job: dict[str, Any]) -> str | None:
     """Forks the ranks and waits for them; the first thing that went wrong. No rank is left behind."""
-    port, ranks = free_port(), {}
+    (port,), ranks = choose_ports(RolloutConfig()), {}
     for rank in range(job["processes"]):
         pid = os.fork()
         if pid == 0:
