@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
+
+from .ports import free_ports, refusal
 
 Status = Literal["ok", "note", "missing"]
 PACKAGES = {
@@ -138,16 +139,13 @@ def _machine() -> Iterator[Check]:
     memory = _available_memory()
     if memory is not None:
         yield _at_least("memory", "available", memory, MEMORY_FLOOR, "end something, or use a larger machine")
-    with socket.socket() as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind(("127.0.0.1", RENDEZVOUS_PORT))
-            yield Check("ports", "torchrun's", f"{RENDEZVOUS_PORT} free")
-        except OSError:
-            yield Check("ports", "torchrun's", f"{RENDEZVOUS_PORT} in use", "note", "give torchrun another --master-port, or --standalone")
-    free_ports = _free_ports(3)
-    if free_ports:
-        yield Check("ports", "for servers", f"free, e.g. {', '.join(map(str, free_ports))}")
+    if refusal("127.0.0.1", RENDEZVOUS_PORT) is None:
+        yield Check("ports", "torchrun's", f"{RENDEZVOUS_PORT} free")
+    else:
+        yield Check("ports", "torchrun's", f"{RENDEZVOUS_PORT} in use", "note", "give torchrun another --master-port, or --standalone")
+    ports = free_ports("127.0.0.1", 3)
+    if ports:
+        yield Check("ports", "for servers", f"free, e.g. {', '.join(map(str, ports))}")
     else:
         yield Check("ports", "for servers", "none", "missing", "this machine lets nobody listen on 127.0.0.1; allow it")
 
@@ -165,19 +163,6 @@ def _available_memory() -> int | None:
         return None
     values = dict(line.split(":") for line in table.read_text().splitlines())
     return int(values["MemAvailable"].split()[0]) * 1024
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    except OSError:
-        return []
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def _devices() -> Iterator[Check]:

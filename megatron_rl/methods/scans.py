@@ -36,11 +36,10 @@ class SequenceScans:
 
     def sum(self, x_T: Tensor) -> Tensor:
         """[T] sum over the sequence's loss tokens up to and including t; 0 where the mask is False. torch sums in fp64 here."""
-        out_T = torch.empty_like(x_T, memory_format=torch.contiguous_format)
-        np.bitwise_and(_bits(x_T), self._keep(x_T.dtype), out=_bits(out_T))
+        out_T = self._select(x_T, torch.empty_like(x_T, memory_format=torch.contiguous_format))
         for part in out_T.split(self._lengths):
             part.cumsum_(0)
-        return self._clear(out_T)
+        return self._select(out_T, out_T)
 
     def min_before(self, x_T: Tensor) -> Tensor:
         """[T] minimum over the sequence's loss tokens strictly before t; +inf at the first; 0 where the mask is False."""
@@ -52,7 +51,8 @@ class SequenceScans:
         for part in minima_T.split(self._lengths):
             torch.cummin(part, 0, out=(part, where[: len(part)]))
         shifted_T[self._starts_S] = torch.inf
-        return self._clear(shifted_T[:-1])
+        out_T = shifted_T[:-1]
+        return self._select(out_T, out_T)
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -60,10 +60,10 @@ class SequenceScans:
         ends = [*self._starts_S.tolist(), len(self._mask_T)]
         return [ends[0], *(b - a for a, b in pairwise(ends))]
 
-    def _clear(self, x_T: Tensor) -> Tensor:
-        """x itself, set to 0 where the mask is False."""
-        np.bitwise_and(_bits(x_T), self._keep(x_T.dtype), out=_bits(x_T))
-        return x_T
+    def _select(self, x_T: Tensor, out_T: Tensor) -> Tensor:
+        """out, with x where the mask is True and 0 elsewhere, whatever stands there."""
+        np.bitwise_and(_bits(x_T), self._keep(x_T.dtype), out=_bits(out_T))
+        return out_T
 
     def _keep(self, dtype: torch.dtype) -> NDArray[Any]:
         """[T] all bits where the mask is True, none elsewhere; integers of the size of dtype."""

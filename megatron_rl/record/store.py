@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -123,18 +123,20 @@ class Store:
         Raises:
             ValueError: something of it is missing, or a row is damaged.
         """
-        answers = self.answers(step)
-        why = self._lacks(answers)
+        fresh = self._fresh(step)
+        why = self._lacks(fresh)
         if why is not None:
             raise ValueError(f"{self.root}: step {step} cannot be replayed: {why}")
-        return [a for a in answers if a.purpose != "buffer"]
+        return fresh
 
     def missing(self, step: int) -> str | None:
         """Why a step cannot be trained on again; None where everything is there that was sampled in it."""
-        return self._lacks(self.answers(step))
+        return self._lacks(self._fresh(step))
 
-    def _lacks(self, answers: Iterable[Answer]) -> str | None:
-        fresh = [a for a in answers if a.purpose != "buffer"]
+    def _fresh(self, step: int) -> list[Answer]:
+        return [a for a in self.answers(step) if a.purpose != "buffer"]
+
+    def _lacks(self, fresh: Sequence[Answer]) -> str | None:
         if not fresh:
             return "nothing of it was recorded, or it was dropped for record.max_gb"
         calls: dict[tuple[int, int], list[Answer]] = {}

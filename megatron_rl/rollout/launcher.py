@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,12 +21,10 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import RolloutConfig
+from megatron_rl.ports import free_ports, refusal
 from megatron_rl.rollout.client import EngineClient, EngineError, EngineUnreachable
 
 TAIL_LINES = 25
-PORTS = range(20_000, 30_000)
-"""Where free ports are looked for: below those that systems give to outgoing connections (from 32,768 on Linux). Whoever knocks on one of
-those before the server listens may be given the very same port, is connected to itself, and the server finds its port in use."""
 STOP_GRACE = 5.0
 """Seconds a server gets to end by itself."""
 CPU_CACHE_TOKENS = 65_536
@@ -69,42 +65,25 @@ def log_tail(path: Path, lines: int = TAIL_LINES) -> str:
 
 
 def choose_ports(config: RolloutConfig) -> list[int]:
-    """A port for each server: consecutive ones from base_port, or free ones of `PORTS`.
+    """A port for each server: consecutive ones from base_port, or free ones.
 
     Raises:
         ValueError: a port of rollout.base_port's range is in use, or no port can be had.
     """
-    held: list[socket.socket] = []
-    try:
-        if config.base_port is not None:
-            for port in range(config.base_port, config.base_port + config.launch):
-                held.append(_bind(config.host, port))
-        else:
-            for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-                if len(held) == config.launch:
-                    break
-                with suppress(ValueError):
-                    held.append(_bind(config.host, port))
-        if len(held) < config.launch:
+    if config.base_port is None:
+        ports = free_ports(config.host, config.launch)
+        if len(ports) < config.launch:
             raise ValueError(f"rollout.host: nothing can listen on {config.host}; give an address of this machine")
-        return [sock.getsockname()[1] for sock in held]
-    finally:
-        for sock in held:
-            sock.close()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does: a port in TIME_WAIT is free
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise ValueError(
-            f"rollout.base_port: {port} cannot be used on {host}: {error.strerror}; end what listens there, choose another port, "
-            "or null for a free one"
-        ) from error
-    return sock
+        return ports
+    ports = list(range(config.base_port, config.base_port + config.launch))
+    for port in ports:
+        why = refusal(config.host, port)
+        if why is not None:
+            raise ValueError(
+                f"rollout.base_port: {port} cannot be used on {config.host}: {why}; end what listens there, choose another port, "
+                "or null for a free one"
+            )
+    return ports
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ import time
 import traceback
 from typing import Any
 
-from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout.launcher import choose_ports
+from megatron_rl.ports import free_ports
 
 IMPORTED = ("megatron_rl.lab.measure", "megatron_rl.convert.session", "tools.layouts.worker", "tools.families.through_megatron")
 POLL_SECONDS = 0.02
@@ -68,7 +67,7 @@ def exit_status(script: str) -> int:
 
 def run(job: dict[str, Any]) -> str | None:
     """Forks the ranks and waits for them; the first thing that went wrong. No rank is left behind."""
-    (port,), ranks = choose_ports(RolloutConfig()), {}
+    (port,), ranks = free_ports("127.0.0.1", 1), {}
     for rank in range(job["processes"]):
         pid = os.fork()
         if pid == 0:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 
-from tools.layouts.launch import ROOT, LaunchError
-
-LAST = 6000
-"""Characters of output that a failure shows."""
+from tools.layouts.launch import LAST, ROOT, LaunchError, environment
 
 
 def run_ranks(worker: str, *args: str, processes: int, timeout: float = 240) -> str:
@@ -49,6 +45,5 @@ def run_forked(script: Path, *args: str, processes: int, timeout: float) -> str:
 @cache
 def _host() -> subprocess.Popen[str]:
     """The process that forks; it ends when this one does, for its stdin ends then."""
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
     command = [sys.executable, str(ROOT / "tests/dist/forks.py")]
-    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)

@@ -23,6 +23,7 @@ from megatron_rl.record.store import Store
 from megatron_rl.telemetry.metrics import read_metrics
 from megatron_rl.telemetry.names import find_metric
 from tests.dist.launch import ROOT
+from tests.e2e.clock import without_clock
 from tools.make_chain_sum import Sizes, make_chain_sum
 
 pytestmark = [pytest.mark.engine, pytest.mark.dist]
@@ -118,7 +119,7 @@ def test_what_it_recorded_trains_to_the_same_bits_without_a_server(folder: Path)
 def seen(run: Path) -> list[dict[str, float | None]]:
     """Every metric of every step, as written, but how long it took."""
     rows = [row for line in (run / "metrics.jsonl").read_text().splitlines() if "reward/mean" in (row := json.loads(line))]
-    return [{k: v for k, v in row.items() if not k.startswith("seconds/") and k not in ("time", "tokens_per_second")} for row in rows]
+    return [without_clock(row) for row in rows]
 
 
 def test_ctrl_c_ends_a_resumed_run_without_orphans(folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_rl"
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "config", "fields", "files", "machine"}),
+    frozenset({"types", "config", "fields", "files", "machine", "ports"}),
     frozenset({"methods", "routing", "page"}),
     frozenset({"data", "record", "rewards", "rollout", "actor", "sync", "convert", "telemetry"}),
     frozenset({"source"}),

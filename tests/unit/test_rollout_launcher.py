@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl import ports
 from megatron_rl.config import RolloutConfig
-from megatron_rl.rollout import launcher
-from megatron_rl.rollout.launcher import PORTS, LocalServer, ServerSpec, _child_environment, choose_ports, server_arguments
+from megatron_rl.rollout.launcher import LocalServer, ServerSpec, _child_environment, choose_ports, server_arguments
 
 SPEC = ServerSpec(model_path="m", routes=True, context_length=100, weight_version=7, seed=5)
 
@@ -26,17 +26,17 @@ def test_port_in_use_names_port_field_and_remedy() -> None:
 
 
 def test_free_ports_are_distinct_and_never_given_to_outgoing_connections() -> None:
-    ports = choose_ports(RolloutConfig(launch=5))
-    assert len(set(ports)) == 5
-    assert set(ports) <= set(PORTS)
+    found = choose_ports(RolloutConfig(launch=5))
+    assert len(set(found)) == 5
+    assert set(found) <= set(ports.PORTS)
     outgoing = Path("/proc/sys/net/ipv4/ip_local_port_range")
     if outgoing.exists():
-        assert max(PORTS) < int(outgoing.read_text().split()[0])
+        assert max(ports.PORTS) < int(outgoing.read_text().split()[0])
 
 
 def test_ports_in_use_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     free, taken = choose_ports(RolloutConfig(launch=2))
-    monkeypatch.setattr(launcher, "PORTS", [taken, free])
+    monkeypatch.setattr(ports, "PORTS", [taken, free])
     with socket.socket() as other:
         other.bind(("127.0.0.1", taken))
         other.listen()

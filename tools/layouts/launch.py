@@ -9,10 +9,18 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+LAST = 6000
+"""Characters of output that a failure shows."""
 
 
 class LaunchError(RuntimeError):
     """A rank failed, or the ranks ran too long; the message ends with what they printed last."""
+
+
+def environment(path: str | Path | None = None) -> dict[str, str]:
+    """Of ranks: a thread each, this checkout on the module path, and `path` before it."""
+    paths = [str(path) if path else None, str(ROOT), os.environ.get("PYTHONPATH")]
+    return dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, paths)))
 
 
 def torchrun(script: Path, *args: str, processes: int, timeout: float, path: str | Path | None = None) -> str:
@@ -25,21 +33,21 @@ def torchrun(script: Path, *args: str, processes: int, timeout: float, path: str
     Raises:
         LaunchError: a rank failed, or time was up; no rank is left behind.
     """
-    paths = [str(path) if path else None, str(ROOT), os.environ.get("PYTHONPATH")]
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(filter(None, paths)))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(script), *args]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, env=environment(path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise LaunchError(f"{script.name} ran past {timeout} s:\n{output[-6000:]}") from None
+        raise LaunchError(f"{script.name} ran past {timeout} s:\n{output[-LAST:]}") from None
     except BaseException:  # an interrupted caller leaves no ranks behind
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
     if process.returncode:
-        raise LaunchError(f"{script.name} failed:\n{output[-6000:]}")
+        raise LaunchError(f"{script.name} failed:\n{output[-LAST:]}")
     return output
